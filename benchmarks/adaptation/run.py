@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from benchmarks.adaptation.cost import AdaptationCost, measure
 from benchmarks.adaptation.episodes import digest, drawn_apart
 from benchmarks.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
+from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.baselines import TestTimeSGD
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
@@ -24,7 +25,7 @@ from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import new_figure, save
-from ctx_compress_rag.evaluation.statistics import Interval, paired_difference
+from ctx_compress_rag.evaluation.statistics import Interval
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.resuming import weights_digest

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.plots import XLABEL, Curve, check_curves, draw, new_figure, save, top
+from ctx_compress_rag.evaluation.plots import XLABEL, Curve, draw, new_figure, save
 
 
 def plot_panels(
@@ -23,7 +23,7 @@ def plot_panels(
 
     Args:
         path: the file; its folder is made.
-        panels: the curves of each plot by its heading, at most five each.
+        panels: the curves of each plot by its heading, of which five can be told apart.
         shared: curves that every plot shows in grey, for comparison.
         levels: scores that have no ratio, drawn as horizontal lines in every plot.
         ticks: the ratios named on the axis.
@@ -34,25 +34,21 @@ def plot_panels(
         The file.
 
     Raises:
-        ConfigError: there is no plot, or one has no curve or more than can be told apart.
+        ConfigError: there is no plot.
         MissingExtraError: matplotlib is not installed.
     """
     if not panels:
         raise ConfigError("there is nothing to plot: no panels")
-    for curves in panels.values():
-        check_curves(curves)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(4.4 * columns, 3.6 * rows)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    drawn = [curve for curves in panels.values() for curve in curves] + list(shared)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for axes, (heading, curves) in zip(grid.flat, panels.items(), strict=False):
         for curve, style in zip(shared, ("--", ":", "-."), strict=False):
             axes.plot(curve.ratios, curve.scores, color="#999999", linestyle=style, linewidth=1.3, label=curve.label)
         draw(axes, curves, levels, ticks)
-        axes.set_ylim(0, top(drawn, levels))
         axes.set_title(heading, loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=7, loc="best")
     figure.supxlabel(XLABEL, fontsize=10)

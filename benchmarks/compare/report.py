@@ -12,12 +12,14 @@ import numpy as np
 from benchmarks.compare.config import BASELINES, Comparison, Ordering
 from benchmarks.compare.panels import plot_panels
 from benchmarks.compare.run import check_recipes, read_result, read_run, result_file, shown_at
+from benchmarks.scoring.paired import paired_difference
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
-from ctx_compress_rag.evaluation.plots import MOST_CURVES, Curve
-from ctx_compress_rag.evaluation.statistics import Interval, paired_difference, standard_error, teacher_normalized
+from ctx_compress_rag.evaluation.plots import Curve
+from ctx_compress_rag.evaluation.statistics import Interval, standard_error, teacher_normalized
 
+_CURVES = 5  # in a plot: more cannot be told apart
 _SHOWN_BY = 3.0  # standard errors
 _OFF_BUDGET = 0.1  # mark contexts that are off from one slot per `ratio` tokens by more than this share
 
@@ -307,8 +309,8 @@ def _panels(entries: Sequence[EntryRow]) -> dict[str, list[Curve]]:
     panels: dict[str, list[Curve]] = {}
     for method in dict.fromkeys(row.method for row in entries):
         curves = [_curve(row) for row in entries if row.method == method]
-        for start in range(0, len(curves), MOST_CURVES):
-            panels[f"{method} ({start // MOST_CURVES + 1})" if start else method] = curves[start : start + MOST_CURVES]
+        for start in range(0, len(curves), _CURVES):
+            panels[f"{method} ({start // _CURVES + 1})" if start else method] = curves[start : start + _CURVES]
     return panels
 
 

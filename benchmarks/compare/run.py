@@ -25,6 +25,7 @@ import yaml
 from tqdm.auto import tqdm
 
 from benchmarks.compare.config import BASELINES, Budget, Comparison, QuestionFiles, stage_recipes
+from benchmarks.compare.control import with_other_passages
 from benchmarks.compare.decoder import decoder_sha256, merge_teacher, teacher_sha256
 from benchmarks.timing.speed import seconds_of
 from ctx_compress_rag import __version__
@@ -50,7 +51,7 @@ from ctx_compress_rag.evaluation.answering import (
 )
 from ctx_compress_rag.evaluation.baselines import count, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.harness import each
-from ctx_compress_rag.evaluation.questions import Question, digest, questions_of, with_other_passages
+from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
 from ctx_compress_rag.json_files import read_json, write_json
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder

@@ -48,10 +48,7 @@ class LLMLingua2:
         Args:
             passages: texts.
             tokenizer: the decoder's transformers tokenizer.
-            budget: tokens in all.
-
-        Raises:
-            ConfigError: the budget is negative.
+            budget: tokens in all, 0 or more.
         """
 
         def length(texts: Sequence[str]) -> int:

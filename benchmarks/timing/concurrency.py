@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
+from benchmarks.timing.phases import measured
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
-from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.prompt import PromptLike
 
 _PAIRS = 3
@@ -54,7 +54,7 @@ def concurrency_table(found: Concurrency) -> str:
         "the last stream's first piece over the first's": f"{found.last_first:.2f}",
         "one caller's time over transformers' generate": f"{found.alone:.3f}",
     }
-    return report.measured(rows)
+    return measured(rows)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.models.flops import counting
 
 K = TypeVar("K")
@@ -66,3 +67,8 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def measured(values: Mapping[str, str]) -> str:
+    """Named measurements as a Markdown table of two columns."""
+    return report.table([{"measured": name, "": value} for name, value in values.items()])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.timing.phases import measured
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.evaluation import report
@@ -171,7 +172,7 @@ def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
         "time to first token, soft over full text (median of pairs)": f"{first.ratio:.3f}",
         "parameters of the decoder timed": f"{first.parameters / 1e6:.0f} M",
     }
-    return report.measured(rows)
+    return measured(rows)
 
 
 def random_bundle(tokenizer: Any) -> Bundle:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from benchmarks.timing.phases import measured
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.training.engine.packing import Packer
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays, compile_layers, round_frozen
@@ -83,7 +83,7 @@ def training_table(speed: TrainingSpeed) -> str:
         "loss, plain and packed": f"{speed.plain_loss:.4f}, {speed.packed_loss:.4f}",
         "products in": speed.dtype,
     }
-    return report.measured(rows)
+    return measured(rows)
 
 
 def _adapted(bundle: Bundle, half: bool) -> Any:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -75,15 +75,7 @@ Key = tuple[str, int | None]
 SystemAnswers = dict[Key, Answers]
 
 
-def conditions(
-    bundle: Bundle,
-    questions: Sequence[Question],
-    codec: str | None = None,
-    template: str | None = None,
-    max_new_tokens: int | None = None,
-    extractive: bool = False,
-    **_: Any,
-) -> dict[str, Any]:
+def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[Asking]) -> dict[str, Any]:
     """Everything that answers depend on except system and ratio, with defaults filled in, as JSON values.
 
     The rest of `Asking` changes no answer.
@@ -93,10 +85,10 @@ def conditions(
         "fingerprint": bundle.fingerprint,
         "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
         "questions_sha256": digest(questions),
-        "template": template or bundle.config.template,
-        "max_new_tokens": max_new_tokens or bundle.config.answer_tokens,
-        "extractive": extractive,
-        "codec": codec or DEFAULT_CODEC,
+        "template": asking.get("template") or bundle.config.template,
+        "max_new_tokens": asking.get("max_new_tokens") or bundle.config.answer_tokens,
+        "extractive": asking.get("extractive", False),
+        "codec": asking.get("codec") or DEFAULT_CODEC,
     }
 
 
@@ -119,15 +111,9 @@ def answer(
     ratios: Sequence[int],
     systems: Sequence[str],
     *,
-    encoder: Any | None = None,
-    shorteners: Mapping[str, Shortener] | None = None,
-    codec: str | None = None,
-    template: str | None = None,
-    max_new_tokens: int | None = None,
-    extractive: bool = False,
-    batch_size: int = 16,
     log: str | Path | None = None,
     progress: bool = True,
+    **asking: Unpack[Asking],
 ) -> SystemAnswers:
     """Answer every question with each of `systems`: FULL, NONE, or one with a ratio, a shortener's name among them.
 
@@ -138,16 +124,13 @@ def answer(
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
-    if encoder is None and (needy := [system for system in (EXTRACTED, BUDGETED) if system in systems]):
+    if asking.get("encoder") is None and (needy := [system for system in (EXTRACTED, BUDGETED) if system in systems]):
         raise ConfigError(f"{needy[0]} needs a sentence encoder: give one, or leave it out")
-    about = conditions(bundle, questions, codec, template, max_new_tokens, extractive)
-    sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=extractive)
+    about = conditions(bundle, questions, **asking)
+    sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=about["extractive"])
     kept = None if log is None else AnswerLog(log, about, [q.question for q in questions])
     answers: SystemAnswers = {}
-    for group, prompts in each_store(
-        bundle, questions, ratios, encoder=encoder, shorteners=shorteners, codec=codec, template=about["template"],
-        batch_size=batch_size,
-    ):  # fmt: skip
+    for group, prompts in each_store(bundle, questions, ratios, **asking):
         left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
         answers |= _answers(prompts, questions, keys_of(left, group), sampling, kept, progress)
     return answers
@@ -160,16 +143,7 @@ def keys_of(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
 
 
 def each_store(
-    bundle: Bundle,
-    questions: Sequence[Question],
-    ratios: Sequence[int],
-    *,
-    encoder: Any | None = None,
-    shorteners: Mapping[str, Shortener] | None = None,
-    codec: str | None = None,
-    template: str | None = None,
-    batch_size: int = 16,
-    **_: Any,
+    bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int], **asking: Unpack[Asking]
 ) -> Iterator[tuple[list[int], Prompts]]:
     """Stores that together serve all ratios, one open at a time: its ratios, and what makes prompts from it."""
     # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
@@ -178,11 +152,12 @@ def each_store(
         base = None if shared else group[0]
         with (
             tempfile.TemporaryDirectory() as folder,
-            SoftContextStore(folder, bundle, codec=codec, ratio=base) as store,
+            SoftContextStore(folder, bundle, codec=asking.get("codec"), ratio=base) as store,
         ):
-            decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+            decoder = TransformersDecoder(bundle, store, batch_size=asking.get("batch_size", 16))
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-            yield group, Prompts(decoder, store, encoder, shorteners or {}, template or bundle.config.template)
+            template = asking.get("template") or bundle.config.template
+            yield group, Prompts(decoder, store, template, asking.get("encoder"), asking.get("shorteners", {}))
 
 
 @dataclass(frozen=True)
@@ -191,9 +166,9 @@ class Prompts:
 
     decoder: TransformersDecoder
     store: SoftContextStore
+    template: str
     encoder: Any | None
     shorteners: Mapping[str, Shortener]
-    template: str
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _ranked: dict[Question, list[RankedSentence]] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)

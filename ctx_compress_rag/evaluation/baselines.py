@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.sentences import sentences
 
 if TYPE_CHECKING:
@@ -26,12 +25,8 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     Args:
         passages: texts.
         tokenizer: the decoder's transformers tokenizer (a fast one: offsets are needed).
-        budget: tokens in all.
-
-    Raises:
-        ConfigError: a negative budget.
+        budget: tokens in all, 0 or more.
     """
-    _check(budget)
     lengths = [count(text, tokenizer) for text in passages]
     total = sum(lengths)
     if total <= budget:
@@ -96,12 +91,8 @@ def select(ranked: Sequence[RankedSentence], n_passages: int, tokenizer: Any, bu
         ranked: sentences, best first.
         n_passages: number of passages they come from.
         tokenizer: the decoder's transformers tokenizer.
-        budget: tokens in all.
-
-    Raises:
-        ConfigError: a negative budget.
+        budget: tokens in all, 0 or more.
     """
-    _check(budget)
     kept: list[tuple[int, int, str]] = []
     left = budget
     for sentence in ranked:
@@ -115,21 +106,6 @@ def select(ranked: Sequence[RankedSentence], n_passages: int, tokenizer: Any, bu
     kept.sort()
     texts = [" ".join(text for passage, _, text in kept if passage == i) for i in range(n_passages)]
     return truncate(texts, tokenizer, budget)  # joined text may count a token or two more
-
-
-def extract(
-    passages: Sequence[str], question: str, tokenizer: Any, budget: int, encoder: SentenceTransformer
-) -> list[str]:
-    """The sentences nearest to the question, up to the budget: `rank_sentences`, then `select`.
-
-    For several budgets, rank once and select for each.
-    """
-    return select(rank_sentences(passages, question, encoder), len(passages), tokenizer, budget)
-
-
-def _check(budget: int) -> None:
-    if budget < 0:
-        raise ConfigError(f"a budget of {budget} tokens is impossible: it must be 0 or more")
 
 
 def count(text: str, tokenizer: Any) -> int:

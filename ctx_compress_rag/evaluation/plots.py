@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
 _COLORS = ("#1f5fa8", "#d9722e", "#5a9e4b", "#8a5fb0", "#a8483f")
 _MARKERS = "osD^v"
-MOST_CURVES = len(_COLORS)
 XLABEL = "source tokens per slot (compression ratio)"
 
 
@@ -42,7 +40,7 @@ def plot_scores(
 
     Args:
         path: the file; its folder is made.
-        curves: the systems, at most five; first the one that the plot is about.
+        curves: the systems; first the one that the plot is about. Five can be told apart.
         levels: scores that have no ratio (full text, no context), drawn as horizontal lines.
         ylabel: name of the score.
         title: a line above the plot.
@@ -51,14 +49,11 @@ def plot_scores(
         The file.
 
     Raises:
-        ConfigError: there is no curve, or more than can be told apart.
         MissingExtraError: matplotlib is not installed.
     """
-    check_curves(curves)
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
     draw(axes, curves, levels, sorted({ratio for curve in curves for ratio in curve.ratios}))
-    axes.set_ylim(0, top(curves, levels))
     axes.set_xlabel(XLABEL)
     axes.set_ylabel(ylabel)
     if title:
@@ -67,14 +62,8 @@ def plot_scores(
     return save(figure, path)
 
 
-def check_curves(curves: Sequence[Curve]) -> None:
-    """Refuse more curves than can be told apart, or none."""
-    if not 0 < len(curves) <= MOST_CURVES:
-        raise ConfigError(f"a plot holds 1 to {MOST_CURVES} curves, got {len(curves)}")
-
-
 def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
-    """Draw curves with error bars, and levels as horizontal lines, over a logarithmic axis."""
+    """Draw curves of scores from 0 to 1 with error bars, and levels as horizontal lines, over a logarithmic axis."""
     for i, curve in enumerate(curves):
         bars = [
             [max(score - low, 0.0) for score, low in zip(curve.scores, curve.low, strict=True)],
@@ -85,8 +74,8 @@ def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks:
             curve.scores,
             yerr=bars,
             label=curve.label,
-            color=_COLORS[i],
-            marker=_MARKERS[i],
+            color=_COLORS[i % len(_COLORS)],
+            marker=_MARKERS[i % len(_MARKERS)],
             linestyle="-" if i == 0 else "--",
             linewidth=2.2 if i == 0 else 1.5,
             markersize=6 if i == 0 else 5,
@@ -95,18 +84,13 @@ def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks:
         )
     for i, (label, level) in enumerate(levels.items()):
         axes.axhline(level, color="#555555", linestyle=(":", "-.")[i % 2], linewidth=1.3, label=label, zorder=1)
+    axes.set_ylim(0, 1.05)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{ratio:g}x" for ratio in ticks])
     axes.minorticks_off()
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def top(curves: Sequence[Curve], levels: Mapping[str, float]) -> float:
-    """The upper end of the axis of scores."""
-    highest = max([*levels.values(), *(value for curve in curves for value in curve.high)])
-    return max(1.0, highest) * 1.05
 
 
 def check_plots() -> None:

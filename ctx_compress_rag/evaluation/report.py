@@ -22,11 +22,6 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
-def measured(values: Mapping[str, str]) -> str:
-    """Named measurements as a Markdown table of two columns."""
-    return table([{"measured": name, "": value} for name, value in values.items()])
-
-
 def with_error(mean: float, error: float | None) -> str:
     """A mean, and its standard error if there is one."""
     return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, TypeAlias, Unpack
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl, spread
@@ -16,31 +16,18 @@ from ctx_compress_rag.evaluation.answering import (
     Asking,
     SystemAnswers,
     answer,
-    check_ratios,
     conditions,
     prompt_of,
 )
 from ctx_compress_rag.evaluation.harness import Score, save, scores_of, systems_of, table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
-from ctx_compress_rag.store.codec import check_codec
 
 _ANSWERS = "answers.jsonl"
 
 
-class Extra(Protocol):
-    """A table of its own about a set's answers, such as a judge's verdicts."""
-
-    def __call__(
-        self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
-    ) -> tuple[str, Any]:
-        """Make the table from what was answered; return Markdown, and JSON values for scores.json.
-
-        Args:
-            bundle: the bundle that is scored.
-            questions: what was asked.
-            answers: what each system answered.
-            folder: the set's folder, to keep files in.
-        """
+Extra: TypeAlias = Callable[[Bundle, Sequence[Question], SystemAnswers, Path], tuple[str, Any]]
+"""A table of its own about a set's answers, such as a judge's verdicts: (the bundle that is scored, what was asked,
+what each system answered, the set's folder) -> Markdown, and JSON values for scores.json."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +69,7 @@ def evaluate_sets(
     """Score each set as `evaluate` does; write answers, scores and plots.
 
     If it is run again after an interruption, it continues from the written answers. Questions whose full text does not
-    fit into the decoder's window are left out, and counted. Ratios and set sizes are checked before any answering.
+    fit into the decoder's window are left out, and counted.
 
     Args:
         bundle: the bundle to score.
@@ -100,9 +87,6 @@ def evaluate_sets(
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
-    check_ratios(bundle, ratios)
-    if (codec := asking.get("codec")) is not None:
-        check_codec(codec)
     template, longest = asking.get("template"), asking.get("max_new_tokens")
     fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
     for name, questions in fit.items():

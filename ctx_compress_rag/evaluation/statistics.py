@@ -67,20 +67,6 @@ def teacher_normalized(
     return _interval(share, gain[worth > 0] / worth[worth > 0])
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """How much better the first system is than the second: the difference of their means, with its interval.
-
-    Args:
-        first: score of each question with the first system.
-        second: score of the same questions, in the same order, with the second.
-
-    Raises:
-        DataError: there are no scores, or different numbers of them.
-    """
-    whole, means = _resampled(first, second)
-    return _interval(whole[0] - whole[1], means[:, 0] - means[:, 1])
-
-
 def _resampled(*systems: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Each system's mean (systems,), and its means over resampled questions (resamples, systems)."""
     lengths = [len(scores) for scores in systems]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from benchmarks.__main__ import main
 from benchmarks.adaptation.cost import phases
@@ -109,12 +109,6 @@ def test_baselines_read_what_the_paper_says(trained: Path, adaptive: AdaptiveDec
 # Costs
 
 
-def scored(folder: Path, adaptive: AdaptiveDecoder, questions: int, demonstrations: int) -> list[Episode]:
-    """The episodes that a command has drawn from the families it wrote."""
-    data = TaskData(files=[folder / "families"])
-    return drawn_apart(file_tasks(data.files, data, adaptive), questions, 0, demonstrations, seed=0)[0]
-
-
 def test_flops_are_those_of_the_matrix_products(adaptive: AdaptiveDecoder) -> None:
     """Counted by hand for one demonstration: weights twice per token, attention, factors, the predictor."""
     model = adaptive.bundle.backbone.model
@@ -164,25 +158,6 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
         drawn_apart(tasks, 4, 4, 12, seed=0)
 
 
-def test_answers_of_other_weights_are_not_kept(tmp_path: Path, bundle_folder: Path, adaptive: AdaptiveDecoder) -> None:
-    """As when an output is removed and trained again on edited files, by the same recipe."""
-    for name, file in small_recipes(tmp_path, bundle_folder, steps=1).items():
-        if name != "base":
-            file.unlink()
-    command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--questions", "3", "--timed", "1"]
-    command += ["--max-tokens", "4", "--output", str(tmp_path / "scores")]
-    assert main(command) == 0
-    weights = tmp_path / "out" / "base" / "adapter_model.safetensors"
-    torch.manual_seed(0)
-    save_file({name: torch.randn_like(value) for name, value in load_file(weights).items()}, weights)
-    assert main(command) == 0
-    adapter = BaseAdapter(Adapter.from_pretrained(weights.parent, adaptive.bundle.backbone.model))
-    answers = json.loads((tmp_path / "scores" / "answers" / "base_adapter.json").read_text())["answers"]
-    for answer, episode in zip(answers, scored(tmp_path / "scores", adaptive, 3, 3), strict=True):
-        adapted = adaptive.adapt(episode.support, adapter)
-        assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
-
-
 @pytest.mark.slow
 def test_the_command_trains_scores_and_goes_on(
     tmp_path: Path, bundle_folder: Path, adaptive: AdaptiveDecoder, capsys: pytest.CaptureFixture[str],
@@ -206,48 +181,43 @@ def test_the_command_trains_scores_and_goes_on(
     assert (tmp_path / "scores" / "scores.png").read_bytes().startswith(b"\x89PNG")
 
     # Each answer again by the plainest way, and the scores from the answers.
-    episodes = scored(tmp_path / "scores", adaptive, 6, 2)
+    data = TaskData(files=[tmp_path / "scores" / "families"])
+    episodes, _ = drawn_apart(file_tasks(data.files, data, adaptive), 6, 0, 2, seed=0)
     base = Adapter.from_pretrained(tmp_path / "out" / "base", adaptive.bundle.backbone.model)
     update = PredictedUpdate.from_pretrained(tmp_path / "out" / "k2", adaptive)
-    for name, adaptation in (
-        ("base adapter", BaseAdapter(base)),
-        ("RAG-GD, K=2", update),
-        ("TT-SGD, K=2", TestTimeSGD(base, 2, 0.5)),
-    ):
+
+    def kept(name: str) -> list[str]:
         file = tmp_path / "scores" / "answers" / f"{name.replace(' ', '_').replace(',', '')}.json"
-        answers = json.loads(file.read_text())["answers"]
-        for answer, episode in zip(answers, episodes, strict=True):
-            adapted = adaptive.adapt(episode.support, adaptation)
-            assert answer == adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
+        return list(json.loads(file.read_text())["answers"])
+
+    def asked(episode: Episode, adaptation: Any, **changes: Any) -> str:
+        adapted = adaptive.adapt(episode.support, adaptation)
+        chat = replace(episode.query, **changes).chat()
+        return adapted.generate([chat], Sampling(max_new_tokens=4))[0].text.strip()
+
+    ways = {"base adapter": BaseAdapter(base), "RAG-GD, K=2": update, "TT-SGD, K=2": TestTimeSGD(base, 2, 0.5)}
+    for name, adaptation in ways.items():
+        answers = kept(name)
+        assert answers == [asked(episode, adaptation) for episode in episodes]
         [score] = [s for s in record["scores"] if s["system"] == name]
-        wanted = [e.query.answer for e in episodes]
-        f1 = [token_f1(a, [w]) for a, w in zip(answers, wanted, strict=True)]
-        em = [exact_match(a, [w]) for a, w in zip(answers, wanted, strict=True)]
-        assert score["f1"]["value"] == pytest.approx(sum(f1) / 6)
-        assert score["exact_match"]["value"] == pytest.approx(sum(em) / 6)
-        assert score["f1"]["low"] <= score["f1"]["value"] <= score["f1"]["high"]
+        for metric, key in ((token_f1, "f1"), (exact_match, "exact_match")):
+            each = [metric(a, [e.query.answer]) for a, e in zip(answers, episodes, strict=True)]
+            assert score[key]["low"] <= score[key]["value"] == pytest.approx(sum(each) / 6)
         assert set(score["by_task"]) == {e.task for e in episodes}
 
     # Controls: no passages; the mean update; another task's demonstrations; the demonstrations' ending.
-    kept = {name: json.loads((tmp_path / "scores" / "answers" / f"{name}.json").read_text())["answers"] for name in (
-        "query_only", "decoder_alone", "copied_ending", "predicted_from_another_task_K=2",
-        "mean_of_the_predicted_updates_K=2",
-    )}  # fmt: skip
-    each = [update.adapt(adaptive, episode.support).adapter for episode in episodes]
+    updates = [update.adapt(adaptive, episode.support).adapter for episode in episodes]
     mean = mean_over(update, adaptive, [episode.support for episode in episodes]).base
     for name in base.a:  # changes of weights, the base's among them
-        change = sum(a.b[name] @ a.a[name] for a in each) / 6
+        change = sum(a.b[name] @ a.a[name] for a in updates) / 6
         torch.testing.assert_close(mean.b[name] @ mean.a[name], change, atol=1e-5, rtol=1e-4)
-    for number, episode in enumerate(episodes):
-        ending = " ".join(episode.query.answer.split()[-3:])
-        assert kept["copied_ending"][number] == f"{kept['decoder_alone'][number]} {ending}"
-        bare = replace(episode.query, passages=())
-        given = adaptive.generate([bare.chat()], Sampling(max_new_tokens=4))[0].text.strip()
-        assert kept["query_only"][number] == given
-        others = [e for e in episodes[number + 1 :] + episodes[:number] if e.task != episode.task]
-        adapted = adaptive.adapt(others[0].support, update)
-        given = adapted.generate([episode.query.chat()], Sampling(max_new_tokens=4))[0].text.strip()
-        assert kept["predicted_from_another_task_K=2"][number] == given
+    endings = [" ".join(episode.query.answer.split()[-3:]) for episode in episodes]
+    alone = kept("decoder alone")
+    assert kept("copied ending") == [f"{answer} {ending}" for answer, ending in zip(alone, endings, strict=True)]
+    assert kept("query only") == [asked(episode, BaseAdapter(None), passages=()) for episode in episodes]
+    others = [next(e for e in episodes[n:] + episodes[:n] if e.task != episodes[n].task) for n in range(6)]
+    swapped = [replace(episode, support=other.support) for episode, other in zip(episodes, others, strict=True)]
+    assert kept("predicted from another task, K=2") == [asked(episode, update) for episode in swapped]
 
     # What is there is not made again; what was made otherwise is refused.
     made = {

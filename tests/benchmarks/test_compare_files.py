@@ -15,7 +15,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.__main__ import main
-from benchmarks.compare import decoder as compare_decoder
 from benchmarks.compare.config import (
     SHIPPED,
     Budget,
@@ -31,7 +30,6 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answering import FULL, prompt_of
-from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.examples import load_examples
@@ -129,7 +127,6 @@ def test_prompts_hold_as_many_passages_as_the_budget_says(settings: dict[str, An
     [
         ({"data": {"mix": {"passages": [2]}}}, "set by --passages"),
         ({"entries": {"one": {"settings": {"data": {"mix": {}}}}}}, "may not set data.mix"),
-        ({"entries": {"baselines": {"note": "", "like": "one"}}}, "cannot be named 'baselines'"),
         ({"entries": {"../one": {"note": "", "like": "one"}}}, "cannot be named '../one'"),
     ],
 )
@@ -152,21 +149,6 @@ def test_the_merged_decoder_is_the_decoder_with_its_teacher(files: Path, tmp_pat
         found = made(ids).logits
     assert (wanted - without).abs().max() > 20 * (wanted - found).abs().max()
     assert all(torch.equal(p, p.bfloat16().float()) for p in made.parameters())
-
-
-def test_two_runs_may_merge_at_the_same_time(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slower one keeps what the faster one has written, and leaves nothing else behind."""
-    arguments = (str(files / "model"), str(files / "teacher"), tmp_path / "decoder")
-
-    def overtaken(*args: Any) -> None:
-        monkeypatch.setattr(compare_decoder, "write_decoder", write_decoder)
-        merge_teacher(*arguments)
-        write_decoder(*args)
-
-    monkeypatch.setattr(compare_decoder, "write_decoder", overtaken)
-    merge_teacher(*arguments)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["decoder"]
-    AutoModelForCausalLM.from_pretrained(tmp_path / "decoder")
 
 
 # The command
@@ -275,24 +257,6 @@ def test_results_of_other_settings_are_not_reported(
     assert main(["compare", str(file), *command[2:6], *options, "--output", str(finished)]) == 2
     assert " has changed since " in capsys.readouterr().err
     assert (finished / "compare.md").read_text() == report
-
-
-@pytest.mark.parametrize("name", ["run.json", "results/one.json", "results/baselines.json"])
-def test_a_damaged_file_is_named(
-    finished: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(finished, damaged)
-    (damaged / name).write_text((damaged / name).read_text()[:40])
-    for options in ([], ["--table-only"]):
-        assert main([*command, *options, "--output", str(damaged)]) == 2
-        assert f"{damaged / name} is damaged" in capsys.readouterr().err
-
-
-def test_too_many_questions_are_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--questions", "99", "--output", str(tmp_path / "new")]) == 2
-    assert "has 13 questions to score with, not 99" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

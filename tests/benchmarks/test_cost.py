@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,23 +81,6 @@ def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path:
     encoding = reading(model, len(plain_ids(bundle, QUESTION))) + segments * reading(model, 4)
     assert cost.context_flops == pytest.approx(encoding, rel=0.02)
     assert cost.first_token_flops > cost.context_flops + reading(model, tokens)
-
-
-def test_times_are_those_of_each_question_but_the_warm_up(tiny_bundle: Any) -> None:
-    calls: list[str] = []
-
-    def slowly(name: str, seconds: float) -> Any:
-        calls.append(name)
-        time.sleep(1.0 if len(calls) <= 2 else seconds)
-        return prompt_of(TEMPLATES[0], [], name)
-
-    question = {"slow": partial(slowly, "slow", 0.1), "quick": partial(slowly, "quick", 0.0)}
-    costs = measure(TransformersDecoder(tiny_bundle), [question], progress=False)
-    assert [sorted(calls[i : i + 2]) for i in (0, 2)] == [["quick", "slow"]] * 2  # a round is of both
-    assert 0.1 <= costs["slow"].context_seconds < 0.5  # the mean of both rounds is more
-    assert costs["quick"].context_seconds < 0.1
-    for cost in costs.values():
-        assert cost.first_token_seconds > cost.context_seconds
 
 
 def test_every_system_has_its_cost(tiny_bundle: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:

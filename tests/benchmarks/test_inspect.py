@@ -16,7 +16,6 @@ from matplotlib.image import imread
 from benchmarks.__main__ import main
 from benchmarks.pictures.allocation import allocation
 from benchmarks.pictures.inspect import inspect
-from benchmarks.world import BUNDLE
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, RatioError
 from helpers.comprexit import comprexit_bundle
@@ -86,19 +85,6 @@ def test_the_numbers_make_the_stored_slots(make: Callable[..., Bundle], tmp_path
     torch.testing.assert_close(torch.cat(slots), soft.slots, atol=1e-4, rtol=1e-3)
 
 
-def test_ablations_and_long_texts(make: Callable[..., Bundle], tmp_path: Path) -> None:
-    """The last layer alone has no gates; the plan of the window attention is drawn all the same."""
-    bundle = make(layers="last", allocation="window_attention")
-    files = inspect(bundle, [TEXT * 10], tmp_path)
-    assert [file.name for file in files] == ["transmission.json", "plan.png", "allocation.png"]
-    found = numbers(tmp_path)
-    assert found["gates"] is None and found["mean_gates"] is None
-    plan = torch.tensor(found["plan"])
-    assert plan.shape == (64, 16) and len(found["tokens"]) == 64  # the window
-    own = torch.block_diag(*[torch.ones(4, 1)] * 16).bool()
-    assert (plan[own] > 0).all() and (plan[~own] == 0).all()
-
-
 def test_slots_are_compared_as_numpy_does_it() -> None:
     """Random weights over tokens: correlation, spectrum and its entropy; the two ends of the effective rank."""
     rng = np.random.default_rng(0)
@@ -142,21 +128,14 @@ def test_attention_is_that_of_the_decoder_reading_tokens_after_the_text(
 
 
 def test_of_several_texts_the_means(make: Callable[..., Bundle], tmp_path: Path) -> None:
-    """Through the command, from JSONL whose passages stand in two rows: the means of what each alone gives."""
     bundle = make()
-    bundle.save_pretrained(tmp_path / "bundle")
     texts = [TEXT, "The harbour of Pellmouth was built in 1874 by two brothers from the north."]
-    rows = [{"question": "Who?", "answers": ["Orla"], "context": text} for text in [*texts, *texts]]
-    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    command = ["inspect", str(tmp_path / "set.jsonl"), "--bundle", str(tmp_path / "bundle"), "--output"]
-    assert main([*command, str(tmp_path / "both")]) == 0
-    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["gates.png", "transmission.json"]
+    assert [file.name for file in inspect(bundle, texts, tmp_path)] == ["transmission.json", "gates.png"]
     alone = []
     for number, text in enumerate(texts):
         inspect(bundle, [text], tmp_path / str(number))
         alone.append(numbers(tmp_path / str(number)))
-    found = numbers(tmp_path / "both")
-    assert found["passages"] == 2
+    found = numbers(tmp_path)
     gates = np.concatenate([each["gates"] for each in alone])
     np.testing.assert_allclose(found["mean_gates"], gates.mean(0), atol=1e-6)
     shares = [each["effective_rank"] / len(each["singular_values"]) for each in alone]
@@ -164,18 +143,10 @@ def test_of_several_texts_the_means(make: Callable[..., Bundle], tmp_path: Path)
     assert found["overlap"] == pytest.approx(sum(each["overlap"] for each in alone) / 2)
 
 
-def test_what_cannot_be_drawn_is_said(
-    make: Callable[..., Bundle], tiny_bundle: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_drawn_is_said(make: Callable[..., Bundle], tiny_bundle: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="method 'mean_pooling' has no pictures: give a bundle of .*comprexit"):
         inspect(tiny_bundle, [TEXT], tmp_path)
-    bundle = make()
-    for texts in ([" \n"], [TEXT, ""], []):
-        with pytest.raises(ConfigError, match="blank"):
-            inspect(bundle, texts, tmp_path)
-    for ratio in (0, 3, -4):
-        with pytest.raises(RatioError, match=f"ratio {ratio} does not divide the encoder's window of 64"):
-            inspect(bundle, [TEXT], tmp_path, ratio)
-    assert list(tmp_path.iterdir()) == []
-    assert main(["inspect", "--bundle", str(BUNDLE), str(tmp_path / "none.txt")]) == 2
-    assert "cannot read the text" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="blank"):
+        inspect(make(), [TEXT, ""], tmp_path)
+    with pytest.raises(RatioError, match="ratio 3 does not divide the encoder's window of 64"):
+        inspect(make(), [TEXT], tmp_path, 3)

@@ -14,8 +14,6 @@ from transformers import (
     BertConfig,
     BertForTokenClassification,
     PreTrainedTokenizerFast,
-    XLMRobertaConfig,
-    XLMRobertaForTokenClassification,
 )
 
 from benchmarks.scoring.lingua import LLMLingua2
@@ -43,26 +41,6 @@ def bert(folder: Path) -> None:
     BertForTokenClassification(shape).save_pretrained(folder)
 
 
-def xlm_roberta(folder: Path) -> None:
-    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=150, special_tokens=[*special.values()], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(PASSAGES, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    shape = XLMRobertaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        max_position_embeddings=514,
-        pad_token_id=0,
-        initializer_range=0.5,
-        **SHAPE,
-    )
-    XLMRobertaForTokenClassification(shape).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def counting_tokenizer() -> Iterator[None]:
     """The package counts by a tokenizer that it downloads; llama-index has a copy of the file."""
@@ -82,23 +60,14 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["bert", "xlm-roberta"])
-def lingua(request: pytest.FixtureRequest, bert_folder: Path) -> LLMLingua2:
-    if request.param == "bert":
-        return LLMLingua2(str(bert_folder))
-    folder = bert_folder.parent / "tiny-xlm-roberta-large"
-    xlm_roberta(folder)
-    return LLMLingua2(str(folder))
-
-
 def in_order(part: list[str], whole: list[str]) -> bool:
     left = iter(whole)
     return all(word in left for word in part)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 2, 5, 10, 20, 40, 10_000])
-def test_the_budget_is_spent_on_the_passages_own_words(lingua: LLMLingua2, tiny_tokenizer: Any, budget: int) -> None:
-    kept = lingua.shorten(PASSAGES, tiny_tokenizer, budget)
+def test_the_budget_is_spent_on_the_passages_own_words(bert_folder: Path, tiny_tokenizer: Any, budget: int) -> None:
+    kept = LLMLingua2(str(bert_folder)).shorten(PASSAGES, tiny_tokenizer, budget)
     spent = sum(count(text, tiny_tokenizer) for text in kept)
     assert spent <= budget
     if budget == 10_000:

@@ -12,13 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from benchmarks.world import BUNDLE as DEMO
 from benchmarks.world.pointers import Pointers, PointingHeads, pointers_of
-from benchmarks.world.teacher import PointingCollator, PointingLoss
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.stages.teacher import AnswerLoss
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=64,
@@ -53,19 +50,6 @@ def test_the_loss_is_that_of_the_attention_maps(model_class: Any, config: Any) -
         assert losses[which] == pytest.approx(sum(seen) / 4, rel=1e-4)
 
 
-def test_the_decoder_is_as_before_once_it_is_no_longer_watched() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
-    ids = torch.randint(0, 64, (2, 9))
-    plain = model(input_ids=ids).logits
-    before = model.config.to_dict()
-    heads = PointingHeads(model, (0, 1))
-    with heads.watching():
-        assert torch.equal(model(input_ids=ids).logits, plain)
-    assert model.config.to_dict() == before
-    with pytest.raises(KeyError):
-        heads.loss(0, Pointers.of([(0, 1, 0, 0)]))
-
-
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("spaced", [False, True], ids=["plain", "a space put before texts"])
 def test_tokens_point_to_the_name_and_the_fact_of_the_question(
@@ -98,36 +82,3 @@ def test_tokens_point_to_the_name_and_the_fact_of_the_question(
             [passage] = [p for p in example.passages if turn.subject in p.split(". ")[0]]
             assert turn.answers[0] in passage
     assert named > 500
-
-
-def test_of_two_passages_the_one_about_the_subject_is_pointed_to(tiny_tokenizer: Any) -> None:
-    builder = PromptBuilder(tiny_tokenizer)
-    texts = ("The mayor of Brynfell is Ada Marsh.", "The mayor of Oakmoor is Ada Marsh.")
-    example = Example(texts, (Turn("Who governs Oakmoor?", ("Ada Marsh",), subject="Oakmoor"),))
-    prompt, names, copies = pointers_of(builder, example, TEMPLATES[0])
-    ids = prompt.ids()
-    assert copies and all("Oakmoor is" in tiny_tokenizer.decode(ids[:first]) for _, first, _ in copies)
-    assert {tiny_tokenizer.decode(ids[first : last + 1]).strip() for _, first, last in names} == {"Oakmoor"}
-
-
-def test_without_a_subject_nothing_is_pointed_to(tiny_tokenizer: Any) -> None:
-    example = Example(("The mayor of Brynfell is Ada Marsh.",), (Turn("Who governs Brynfell?", ("Ada Marsh",)),))
-    _, names, copies = pointers_of(PromptBuilder(tiny_tokenizer), example, TEMPLATES[0])
-    assert names == copies == []
-
-
-def test_training_moves_the_attention(tiny_tokenizer: Any) -> None:
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "vocab_size": len(tiny_tokenizer)}))
-    loss = PointingLoss(model, 0.05, PointingHeads(model, (1, 2)), 1.0)
-    batch = PointingCollator(PromptBuilder(tiny_tokenizer), TEMPLATES, 1024, 0)(world_examples("train", 5, 4, 4, [1]))
-    plain = AnswerLoss(model, 0.05)(**{k: v for k, v in batch.items() if k != "pointers"})["loss"].item()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    for _ in range(12):
-        value = loss(**batch)["loss"]
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(value.item())
-    assert seen[0] > plain + 1 and seen[-1] < seen[0] - 1

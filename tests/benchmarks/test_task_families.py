@@ -14,7 +14,6 @@ from benchmarks.world import BUNDLE, wording
 from benchmarks.world.task_families import ENDS, FAMILIES, MARKS, draw, families, write_families
 from benchmarks.world.world import split_of
 from ctx_compress_rag.data.examples import read_jsonl
-from ctx_compress_rag.text.answers import exact_match, token_f1
 
 
 def test_every_family_is_in_one_split_and_every_word_is_trained() -> None:
@@ -44,15 +43,6 @@ def test_the_answer_is_a_fact_of_the_passage_and_the_code_words_follow() -> None
         assert ending == family.name
         whole = re.compile(rf"\b{re.escape(value)}\b")
         assert whole.search(drawn.passages[0]) and not whole.search(drawn.question)
-
-
-def test_the_scores_tell_the_families_apart() -> None:
-    """Of the same question, no two families' answers are an exact match, or share all their words."""
-    for family in random.Random(0).sample(FAMILIES, 20):
-        for second in FAMILIES:
-            one, other = (each.answer("plum cake") for each in (family, second))
-            assert exact_match(one, [other]) == float(family == second)
-            assert (token_f1(one, [other]) == 1) is (family == second)
 
 
 def test_written_families_have_names_of_their_split_alone(tmp_path: Path) -> None:

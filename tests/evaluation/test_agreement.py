@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ctx_compress_rag import ConfigError, SoftContextStore, TransformersDecoder
+from ctx_compress_rag import SoftContextStore, TransformersDecoder
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.decoder import Sampling
 from ctx_compress_rag.evaluation.agreement import Agreement, Asked, agreement, as_text, save, table, worst
-from ctx_compress_rag.text.answers import normalize_answer
+from ctx_compress_rag.text.answers import normalize_answer, token_f1
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import talkative_bundle
 from helpers.models import draw_lora
@@ -143,10 +141,7 @@ def test_answers_are_those_asked_one_by_one(store: SoftContextStore, compared: l
             less = ask(prompt(*given, question=asked.question))
             assert (each.full_text, each.answer) == (full.text.strip(), less.text.strip())
             assert (each.full_text_tokens, each.prompt_tokens) == (full.prompt_tokens, less.prompt_tokens)
-            words = [Counter(normalize_answer(text).split()) for text in (full.text, less.text)]
-            total = sum(map(Counter.total, words))
-            shared = (words[0] & words[1]).total()
-            assert each.f1 == pytest.approx(2 * shared / total if total else 1.0)
+            assert each.f1 == token_f1(less.text, [full.text])
             assert each.same == (normalize_answer(full.text) == normalize_answer(less.text))
 
 
@@ -155,11 +150,6 @@ def test_figures_do_not_depend_on_the_batch(store: SoftContextStore, compared: l
         others = agreement(store, ASKED, RATIOS, max_new_tokens=TOKENS, batch_size=size, progress=False)
         assert [o.answer for o in others] == [c.answer for c in compared]
         assert [o.kl for o in others] == pytest.approx([c.kl for c in compared], rel=1e-3, abs=1e-6)
-
-
-def test_a_question_without_passages_agrees_with_itself(store: SoftContextStore) -> None:
-    for each in agreement(store, [Asked("Who?", ())], RATIOS, max_new_tokens=TOKENS, progress=False):
-        assert each.same and each.f1 == 1 and each.kl == pytest.approx(0, abs=1e-9)
 
 
 def test_passages_are_found_by_their_ids(talkative: Any, tmp_path: Path) -> None:
@@ -182,14 +172,6 @@ def test_by_default_the_ratios_that_the_store_serves(
     assert ratios("fixed", make_tiny_bundle(name="compression_tokens"), 8) == [8, None]
     ram = ram_bundle(tiny_tokenizer)
     assert ratios("close reading", ram, None) == [*ram.config.ratios, None]
-
-
-def test_a_store_without_a_decoder_is_refused(talkative: Any, tmp_path: Path) -> None:
-    half: Any = SimpleNamespace(
-        config=talkative.config, compressor=talkative.compressor, fingerprint="0" * 64, compress=talkative.compress
-    )
-    with SoftContextStore(tmp_path, half) as store, pytest.raises(ConfigError, match="'tiny' has no decoder"):
-        agreement(store, ASKED, progress=False)
 
 
 def case(question: str, ratio: int | None, answer: str, f1: float, kl: float) -> Agreement:

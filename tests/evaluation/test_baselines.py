@@ -10,8 +10,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.baselines import extract, rank_sentences, select, truncate
+from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.text.passage_vectors import load_minilm
 from helpers.sentences import unigram
@@ -77,13 +76,6 @@ def test_truncation_does_not_cut_within_a_character() -> None:
     assert [truncate([text], tokenizer, budget)[0] for budget in (2, 3, 5, 6, 9)] == ["", "日", "日", "日本", text]
 
 
-def test_a_negative_budget_is_refused(tokenizer) -> None:
-    with pytest.raises(ConfigError, match="-1"):
-        truncate(PASSAGES, tokenizer, -1)
-    with pytest.raises(ConfigError, match="-1"):
-        select([], 1, tokenizer, -1)
-
-
 def test_ranking_puts_the_answering_sentence_first() -> None:
     ranked = rank_sentences(PASSAGES, QUESTION, load_minilm())
     assert ranked[0].text == FACT
@@ -108,7 +100,7 @@ def test_extraction_keeps_the_best_sentences_in_order(tokenizer) -> None:
     encoder = load_minilm()
     best = rank_sentences(PASSAGES, QUESTION, encoder)[:3]
     budget = sum(count([f" {sentence.text}"], tokenizer) for sentence in best)
-    kept = extract(PASSAGES, QUESTION, tokenizer, budget, encoder)
+    kept = select(rank_sentences(PASSAGES, QUESTION, encoder), len(PASSAGES), tokenizer, budget)
     for i, text in enumerate(kept):
         own = sorted((s for s in best if s.passage == i), key=lambda s: s.position)
         assert text == " ".join(sentence.text for sentence in own)
@@ -123,48 +115,22 @@ def test_extraction_stays_within_the_budget(tokenizer, budget: int) -> None:
     assert count(kept, tokenizer) >= min(budget, total) - 8  # spent but for spaces between sentences
     if budget >= 2 * total:
         assert [text.split() for text in kept] == [text.split() for text in PASSAGES]
+    assert select(rank_sentences(["", " \n"], QUESTION, load_minilm()), 2, tokenizer, budget) == ["", ""]
     if budget == 3:
         assert FACT.startswith("".join(kept).strip()) and any(kept)
 
 
-def test_extraction_of_nothing(tokenizer) -> None:
-    assert extract([], QUESTION, tokenizer, 10, load_minilm()) == []
-    assert extract(["", " \n"], QUESTION, tokenizer, 10, load_minilm()) == ["", ""]
-
-
-def test_minilm_is_loaded_once_and_is_what_it_says() -> None:
-    encoder = load_minilm()
-    assert encoder is load_minilm()
-    assert sum(p.numel() for p in encoder.parameters()) == pytest.approx(22.7e6, rel=0.01)
-    vectors = encoder.encode(["A man eats food.", "A man is eating a meal.", "The sky over Pell is grey."])
-    assert vectors.shape == (3, 384)
-    assert vectors[0] @ vectors[1] > 0.6 > vectors[0] @ vectors[2]
-
-
-SOFT = Curve("soft context", [4, 8, 16], [0.95, 0.9, 0.8], low=[0.93, 0.87, 0.76], high=[0.97, 0.93, 0.84])
-
-
 def test_the_plot_shows_what_it_is_given(tmp_path: Path) -> None:
-    levels = {"full text": 0.97, "no context": 0.05}
+    soft = Curve("soft context", [4, 8, 16], [0.95, 0.9, 0.8], low=[0.93, 0.87, 0.76], high=[0.97, 0.93, 0.84])
     truncation = Curve("truncation", [4, 8, 16], [0.4, 0.2, 0.1], low=[0.3, 0.1, 0.0], high=[0.5, 0.3, 0.2])
-    both = plot_scores(tmp_path / "new" / "both.png", [SOFT, truncation], levels)
-    alone = plot_scores(tmp_path / "alone.png", [SOFT], levels)
-    exact = replace(SOFT, low=SOFT.scores, high=SOFT.scores)
-    no_bars = plot_scores(tmp_path / "bars.png", [exact], levels)
-    no_levels = plot_scores(tmp_path / "levels.png", [SOFT], {})
-    with Image.open(both) as image:
-        assert image.format == "PNG"
-        assert image.size == (1080, 630)
-        # The second curve's own color is there only when the curve is.
-        orange = (217, 114, 46)
-        assert orange in {color[:3] for _, color in image.convert("RGB").getcolors(1 << 24)}
-    with Image.open(alone) as image:
-        assert orange not in {color[:3] for _, color in image.convert("RGB").getcolors(1 << 24)}
-    assert len({path.read_bytes() for path in (both, alone, no_bars, no_levels)}) == 4
-
-
-def test_impossible_plots_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got 0"):
-        plot_scores(tmp_path / "x.png", [], {})
-    with pytest.raises(ConfigError, match="got 6"):
-        plot_scores(tmp_path / "x.png", [SOFT] * 6, {})
+    exact = replace(soft, low=soft.scores, high=soft.scores)
+    given = {"both": [soft, truncation], "alone": [soft], "no bars": [exact]}
+    paths = [plot_scores(tmp_path / "new" / f"{name}.png", each, {"full text": 0.97}) for name, each in given.items()]
+    paths.append(plot_scores(tmp_path / "no levels.png", [soft], {}))
+    assert len({path.read_bytes() for path in paths}) == 4
+    colors = []
+    for path in paths:
+        with Image.open(path) as image:
+            assert (image.format, image.size) == ("PNG", (1080, 630))
+            colors.append({color[:3] for _, color in image.convert("RGB").getcolors(1 << 24)})
+    assert [(217, 114, 46) in each for each in colors] == [True, False, False, False]  # the second curve's own color

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import mean, stdev
 
 from ctx_compress_rag.evaluation import report
@@ -34,10 +32,3 @@ def test_error_bars_of_scores_stay_between_0_and_1() -> None:
     curve = report.curve("soft", [(4, 0.9, 0.2), (8, 0.5, 0.1), (16, 0.1, 0.2)])
     assert (curve.ratios, curve.scores) == ((4, 8, 16), (0.9, 0.5, 0.1))
     assert (curve.low, curve.high) == ([0.9 - 0.2, 0.4, 0.0], [1.0, 0.6, 0.1 + 0.2])
-
-
-def test_a_folder_gets_text_and_record(tmp_path: Path) -> None:
-    folder = report.write(tmp_path / "new", "scores", "| é |", {"é": [1.5]})
-    assert (folder / "scores.md").read_text(encoding="utf-8") == "| é |\n"
-    assert json.loads((folder / "scores.json").read_text(encoding="utf-8")) == {"é": [1.5]}
-    assert sorted(file.name for file in report.write(tmp_path / "other", "all", "x").iterdir()) == ["all.md"]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.compare.control import with_other_passages
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.evaluation.questions import Question, with_other_passages
+from ctx_compress_rag.evaluation.questions import Question
 
 PASSAGES = ("Anna was born in Bonn.", "Bert lives in Rome.", "The Anna sails to Bonn.", "Carl met Anna.")
 QUESTIONS = st.builds(
