@@ -51,13 +51,10 @@ class LangChain:
         return LangChain.ask(llm, messages)
 
     @staticmethod
-    async def every_way(llm: Any, prompt: str) -> list[Answer]:
-        """The answers of a call, a stream, and both in an event loop."""
-        message = await llm.ainvoke(prompt)
-        chunks = [chunk async for chunk in llm.astream(prompt)]
-        streamed = "".join(chunk.text for chunk in chunks), chunks[-1].response_metadata["slots"]
-        called = message.text, message.response_metadata["slots"]
-        return [LangChain.ask(llm, prompt), LangChain.stream(llm, prompt), called, streamed]
+    async def in_loop(llm: Any, prompt: str) -> list[Answer]:
+        """The answers of a call and a stream in an event loop."""
+        chunks = [[await llm.ainvoke(prompt)], [chunk async for chunk in llm.astream(prompt)]]
+        return [("".join(c.text for c in each), each[-1].response_metadata["slots"]) for each in chunks]
 
 
 class LlamaIndex:
@@ -96,12 +93,15 @@ class LlamaIndex:
         return response.message.content, response.raw["slots"]
 
     @staticmethod
-    async def every_way(llm: Any, prompt: str) -> list[Answer]:
-        """The answers of a call, a stream, and both in an event loop."""
-        called = await llm.acomplete(prompt)
+    async def in_loop(llm: Any, prompt: str) -> list[Answer]:
+        """The answers of a call and a stream in an event loop."""
         *_, streamed = [response async for response in await llm.astream_complete(prompt)]
-        loop = [(response.text, response.raw["slots"]) for response in (called, streamed)]
-        return [LlamaIndex.ask(llm, prompt), LlamaIndex.stream(llm, prompt), *loop]
+        return [(response.text, response.raw["slots"]) for response in (await llm.acomplete(prompt), streamed)]
+
+
+async def every_way(framework: Any, llm: Any, prompt: str) -> set[Answer]:
+    """The answers of a call, a stream, and both in an event loop."""
+    return {framework.ask(llm, prompt), framework.stream(llm, prompt), *await framework.in_loop(llm, prompt)}
 
 
 FRAMEWORKS = pytest.mark.parametrize("framework", [LangChain, LlamaIndex])

@@ -18,7 +18,7 @@ from ctx_compress_rag.adaptation.saved import load_adaptation
 from ctx_compress_rag.store import marker as markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, save_predictor
 from helpers.decoding import by_transformers, prefills
-from helpers.frameworks import FRAMEWORKS
+from helpers.frameworks import FRAMEWORKS, every_way
 from helpers.langchain import QUESTION, TOKENS, App, open_app
 
 
@@ -38,7 +38,7 @@ async def test_it_answers_with_the_predicted_update(app: App, predictor: Path, f
     update = PredictedUpdate.from_pretrained(predictor, decoder).adapt(decoder, DEMONSTRATIONS).adapter
     plain = merged_copy(app.bundle.backbone.model, update)
     expected = by_transformers(plain, app.bundle.tokenizer, [{"role": "user", "content": QUESTION}], TOKENS), 0
-    assert set(await framework.every_way(adapted, QUESTION)) == {expected} != {before}
+    assert await every_way(framework, adapted, QUESTION) == {expected} != {before}
     assert type(adapted) is type(llm) and adapted.max_tokens == llm.max_tokens
     assert framework.ask(llm, QUESTION) == before
     assert all(torch.equal(p, weights[name]) for name, p in app.bundle.backbone.model.named_parameters())

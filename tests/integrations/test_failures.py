@@ -13,7 +13,7 @@ from llama_index.core.schema import TextNode
 
 from ctx_compress_rag import MissingPassageError, SoftContextStore, StoreError
 from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
-from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app
+from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, while_the_decoder_is_taken
 from helpers.server import chroma_server
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressSoftContext
@@ -32,7 +32,7 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
             lambda f=framework: f.restore([f.found(marker)], store),
             lambda f=framework, llm=llm: f.ask(llm, marker),
             lambda f=framework, llm=llm: f.stream(llm, marker),
-            lambda f=framework, llm=llm: asyncio.run(f.every_way(llm, marker)),
+            lambda f=framework, llm=llm: asyncio.run(f.in_loop(llm, marker)),
         ]
         assert framework.ask(llm, QUESTION)[0]  # what needs no store is answered
     for call in calls:
@@ -88,6 +88,13 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
     assert 0 < len(steps) < 200
     whole = llama.acomplete(QUESTION) if "complete" in way else llm.ainvoke(QUESTION)
     assert len(app.bundle.tokenizer((await whole).text)["input_ids"]) > 200
+
+
+@FRAMEWORKS
+async def test_generation_leaves_the_event_loop_free(app: App, framework: Any) -> None:
+    llm = framework.llm(store=app.store, max_tokens=8)
+    answers = await while_the_decoder_is_taken(app.bundle, framework.in_loop(llm, QUESTION))
+    assert answers == [framework.ask(llm, QUESTION)] * 2
 
 
 @FRAMEWORKS

@@ -25,7 +25,7 @@ from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import marker as markers
 from helpers.attacks import ATTACKS
 from helpers.decoding import prefills
-from helpers.frameworks import FRAMEWORKS
+from helpers.frameworks import FRAMEWORKS, every_way
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, Recorder, open_app, rag
 from helpers.llama_index import HashedWords, watched
 from langchain_ctx_compress import CompressedContextPostprocessor, restore_sources
@@ -47,7 +47,7 @@ async def test_markers_belong_to_their_scope(app: App, framework: Any) -> None:
     found = [framework.found(TEXTS["tower"], "tower")]
     [annas] = framework.mark(found, store=app.store, scope="anna")
     marker, options = framework.shown(annas), {"store": app.store, "max_tokens": 4}
-    [expected] = set(await framework.every_way(framework.llm(**options, scope="anna"), marker))
+    [expected] = await every_way(framework, framework.llm(**options, scope="anna"), marker)
     assert expected[1] == app.slots("tower", 4)
     for other in ("ben", None):
         assert framework.ask(framework.llm(**options, scope=other, on_unreadable="text"), marker)[1] == 0
@@ -56,7 +56,7 @@ async def test_markers_belong_to_their_scope(app: App, framework: Any) -> None:
         assert expand(app.store, marker, other) == marker
     with markers.scope("anna"):
         assert framework.mark(found, store=app.store) == [annas]
-        assert set(await framework.every_way(framework.llm(**options), marker)) == {expected}
+        assert await every_way(framework, framework.llm(**options), marker) == {expected}
 
 
 def test_a_stream_has_the_scope_of_where_it_is_read(app: App, tmp_path: Path) -> None:

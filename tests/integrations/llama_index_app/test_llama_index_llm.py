@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llama_index.core import Settings, get_response_synthesizer
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock
-from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.schema import MetadataMode
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.store.marker import scope
-from helpers.langchain import while_the_decoder_is_taken
-from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App, Events
+from helpers.llama_index import MAX_TOKENS, PASSAGES, QUESTION, RATIO, App
 from llama_index.llms.ctx_compress import CompressedContextLLM, chat_memory, marker_tokenizer
 
 
@@ -72,15 +67,12 @@ def test_a_formatted_prompt_is_used_as_it_is(app: App, llm: CompressedContextLLM
     assert direct.prompt_tokens < llm.complete(prompt).raw["usage"]["prompt_tokens"]
 
 
-def test_an_image_is_refused(llm: CompressedContextLLM) -> None:
-    with pytest.raises(ConfigError, match="image block"):
-        llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])])
-
-
-def test_metadata(llm: CompressedContextLLM) -> None:
+def test_metadata_and_an_image(llm: CompressedContextLLM) -> None:
     metadata = llm.metadata
     assert (metadata.context_window, metadata.num_output, metadata.model_name) == (1024, MAX_TOKENS, "tiny")
     assert metadata.is_chat_model and not metadata.is_function_calling_model
+    with pytest.raises(ConfigError, match="image block"):
+        llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])])
 
 
 def test_without_a_chat_template(
@@ -94,59 +86,18 @@ def test_without_a_chat_template(
     assert llm.chat([ChatMessage(role="user", content=prompt)]).message.content == chatted.text
 
 
-async def test_the_event_loop_goes_on(app: App, llm: CompressedContextLLM, prompt: str) -> None:
-    """With the decoder busy elsewhere, whoever awaits an answer leaves the loop to others."""
-
-    async def stream() -> str:
-        return "".join([response.delta or "" async for response in await llm.astream_complete(prompt)])
-
-    completed = await while_the_decoder_is_taken(app.bundle, llm.acomplete(prompt))
-    assert await while_the_decoder_is_taken(app.bundle, stream()) == completed.text != ""
-
-
-# Scopes
-
-
-async def test_a_scope_is_the_postprocessors_the_llms_or_the_contexts(app: App) -> None:
-    """Given to the classes or by a `with` block: the answer is the same, and another tenant reads only text."""
-    expected = app.llm().complete(app.postprocessor().postprocess_nodes(app.nodes())[0].get_content())
-    [ours, *_] = app.postprocessor(scope="a").postprocess_nodes(app.nodes())
-    text = ours.node.get_content(MetadataMode.LLM)
-    own = app.llm(scope="a")
-    read = [own.complete(text), await own.acomplete(text), list(own.stream_complete(text))[-1]]
-    read += [[piece async for piece in await own.astream_complete(text)][-1]]
-    with scope("a"):
-        [under, *_] = app.postprocessor().postprocess_nodes(app.nodes())
-        assert under == ours
-        read += [app.llm().complete(text), await app.llm().acomplete(text)]
-    for response in read:
-        assert response.raw["slots"] == sum(app.slots(app.store.marker("n0", RATIO))) > 0
-        assert response.text == read[0].text
-    assert len(marker_tokenizer(app.store, scope="a")(text)) == read[0].raw["slots"]
-    for other in (app.llm(on_unreadable="text"), app.llm(scope="b", on_unreadable="text")):
-        assert other.complete(text).raw["slots"] == 0
-    assert expected.raw["slots"] == 0  # without MetadataMode.LLM the text itself was asked about
-
-
 # Counting
 
 
 def test_a_marker_counts_as_its_slots(app: App) -> None:
     count = marker_tokenizer(app.store)
     for ratio in (4, 16):
-        assert len(count(app.store.marker("n2", ratio))) == -(-app.tokens(PASSAGES[2]) // ratio)
+        slots = -(-app.tokens(PASSAGES[2]) // ratio)
+        assert len(count(app.store.marker("n2", ratio))) == slots
+        assert len(marker_tokenizer(app.store, scope="a")(app.store.marker("n2", ratio, "a"))) == slots
     assert count(PASSAGES[0]) == app.bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"]
     forged = "[[ctx:" + "a" * 20 + ".1." + "a" * 16 + "]]"
     assert len(count(forged)) == app.tokens(forged)
-
-
-def test_prompts_are_packed_by_slots(app: App, llm: CompressedContextLLM) -> None:
-    """What fits as slots stays in one chunk, though as letters it would not."""
-    markers = [app.store.marker(f"n{i % len(PASSAGES)}", RATIO) for i in range(30)]
-    slots = sum(sum(app.slots(marker)) for marker in markers)
-    assert slots < 1024 - MAX_TOKENS < sum(app.tokens(marker) for marker in markers)
-    helper = PromptHelper.from_llm_metadata(llm.metadata)
-    assert helper.repack(PromptTemplate("{context_str}"), markers) == ["\n\n".join(markers)]
 
 
 PIECES = st.lists(
@@ -210,28 +161,6 @@ def test_a_memory_counts_markers_as_slots(app: App) -> None:
         memory.put(ChatMessage(role="user" if turn % 2 == 0 else "assistant", content=marker))
     history = memory.get()
     assert 6 <= len(history) <= 10 and all(message.content == marker for message in history)
-
-
-def test_llama_index_counts_the_slots(app: App, events: Events) -> None:
-    counter = TokenCountingHandler()
-    synthesizer = get_response_synthesizer(llm=app.llm(), callback_manager=CallbackManager([counter]))
-    synthesizer.synthesize(QUESTION, app.postprocessor().postprocess_nodes(app.nodes()))
-    usage = events.ended[0].response.raw["usage"]
-    assert counter.prompt_llm_token_count == usage["prompt_tokens"]
-    assert counter.completion_llm_token_count == usage["completion_tokens"]
-
-
-def test_counted_by_letters_a_prompt_too_long_is_refused(app: App) -> None:
-    """With another tokenizer LlamaIndex may pack more slots than the window holds: said, not cut short."""
-    markers = [app.store.marker(f"n{i % len(PASSAGES)}", 4) for i in range(120)]
-    counted, Settings.tokenizer = Settings.tokenizer, str.split
-    try:
-        packed = PromptHelper.from_llm_metadata(app.llm().metadata).repack(PromptTemplate("{context_str}"), markers)
-    finally:
-        Settings.tokenizer = counted
-    assert len(packed) == 1
-    with pytest.raises(ConfigError, match="of them slots"):
-        app.llm().complete(packed[0])
 
 
 def test_logprobs_name_the_tokens_that_were_taken(app: App) -> None:
