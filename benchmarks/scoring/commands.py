@@ -1,4 +1,4 @@
-"""The command `eval`: the tables of `ctx-compress eval`, and those of the papers."""
+"""The commands `eval`, with the tables of the papers, and `confidence`."""
 
 from __future__ import annotations
 
@@ -84,3 +84,20 @@ def eval_(
         texts.append(f"Means of the {len(scored)} sets:\n\n{means}")
         Path(output, "scores.md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     print("\n\n".join(texts), f"\n\nalso in {output}", sep="")
+
+
+@command("--data qa_dev_squad2.jsonl.gz --questions 200 --ratio 4", lab)
+def confidence(
+    data: Annotated[str, typer.Option(metavar="FILE", help="JSONL, some of whose questions have no answer.")],
+    bundle: AnyBundle = DEFAULT_BUNDLE,
+    questions: Annotated[int, typer.Option(metavar="N", min=4, help="Maximum.")] = 200,
+    ratio: Annotated[int, typer.Option(metavar="R", help="Source tokens per slot.")] = 4,
+) -> None:
+    """Score answers with a threshold on their log-probabilities, chosen on half of the questions."""
+    from benchmarks.scoring.confidence import confidence_table, sure_answers
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.evaluation.sets import question_sets
+
+    [asked] = question_sets([data], questions).values()
+    quiet_models()
+    print(confidence_table(sure_answers(Bundle.from_pretrained(bundle), asked, ratio)))

@@ -1,0 +1,61 @@
+"""The commands `several-data` and `several-trials`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.lab import lab
+from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import Output, quiet_models
+
+HeldOutFiles = Annotated[
+    list[str], typer.Option("--held-out", metavar="FILE...", help="JSONL rows that must not be trained on.")
+]
+
+
+@command("qa_train.jsonl.gz --held-out qa_dev_nq.jsonl.gz --output data/several.jsonl", lab)
+def several_data(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="JSONL rows of one passage each.")],
+    held_out: HeldOutFiles,
+    passages: Annotated[
+        list[int] | None, typer.Option(metavar="N...", help="Passages of a prompt, drawn from these.")
+    ] = None,
+    output: Annotated[str, typer.Option(metavar="FILE", help="File to write.")] = "several.jsonl",
+) -> None:
+    """Write training questions whose passage stands among its nearest neighbors.
+
+    By default two thirds of the prompts have two to eight passages. Neighbors are found by MiniLM and do not mention
+    the answers.
+    """
+    from benchmarks.several.neighbors import among_neighbors
+    from ctx_compress_rag.data.examples import read_jsonl, write_jsonl
+    from ctx_compress_rag.data.held_out import HeldOut
+
+    kept_out = HeldOut(e for file in held_out for e in read_jsonl(file, unanswerable=True))
+    examples = [e for file in files for e in kept_out.without(read_jsonl(file, 4), file)]
+    mixed = among_neighbors(examples, passages or [1, 1, 1, 2, 3, 4, 5, 6, 8], seed=0)
+    print(f"{write_jsonl(output, mixed)} questions in {output}")
+
+
+@command("--train qa_train.jsonl.gz --dev qa_dev_nq.jsonl.gz --held-out qa_dev_xquad.jsonl.gz", lab)
+def several_trials(
+    train: Annotated[list[str], typer.Option(metavar="FILE...", help="JSONL rows of one passage each.")],
+    dev: Annotated[list[str], typer.Option(metavar="FILE...", help="JSONL rows to score with, never trained on.")],
+    held_out: HeldOutFiles,
+    trials: Annotated[list[str] | None, typer.Option(metavar="NAME...", help="Only these.  [default: all]")] = None,
+    steps: Annotated[int, typer.Option(metavar="N", help="Training steps of each.")] = 100,
+    questions: Annotated[int, typer.Option(metavar="N", help="Questions of each set.")] = 100,
+    output: Output = "several-trials",
+) -> None:
+    """Train the shipped bundle on, on the same batches in several ways; score one and four passages.
+
+    Finished trials are kept, an interrupted one resumes.
+    """
+    from benchmarks.several.trials import TRIALS, Plan, report, run
+
+    quiet_models()
+    plan = Plan(train, dev, held_out, steps, questions, Path(output))
+    print(report(run(plan, trials or list(TRIALS))))
