@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
+from benchmarks.scoring.paired import paired_difference
 from benchmarks.several.losses import HEADS, SeveralCollator, SeveralLoss
 from benchmarks.several.neighbors import among_neighbors, with_evidence
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -23,7 +24,7 @@ from ctx_compress_rag.evaluation.answering import SOFT, answer
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.evaluation.report import table, with_error
-from ctx_compress_rag.evaluation.statistics import paired_difference, standard_error
+from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.methods.base.wrap import Wrap, WrapConfig
 from ctx_compress_rag.text.answers import token_f1
