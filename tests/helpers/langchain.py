@@ -110,17 +110,6 @@ def open_app(folder: Path, bundle: Any, *, indexed: bool = True, key: bytes | No
     return App(client, vectors, store, bundle)
 
 
-def contains(prompt: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether the rows stand in the prompt, one after the other."""
-    return any(torch.equal(block.T, rows) for block in prompt.unfold(0, len(rows), 1))
-
-
-def rows_of(app: App, name: str, ratio: int) -> torch.Tensor:
-    """A passage's slots as the decoder is to see them, straight from the store."""
-    [soft] = app.store.get([name])
-    return app.bundle.embed(app.bundle.at_ratio(soft, ratio))
-
-
 def joined(documents: list[Document]) -> str:
     return "\n\n".join(document.page_content for document in documents)
 

@@ -130,10 +130,6 @@ class App:
         """Slots of each good marker in a text."""
         return [part.slots for part in self.store.split(text) if isinstance(part, Marker)]
 
-    def factor(self, text: str) -> int:
-        """How many base slots a marker merges into one; 0 for a text without a marker."""
-        return max((part.factor for part in self.store.split(text) if isinstance(part, Marker)), default=0)
-
     @contextmanager
     def counting(self) -> Iterator[None]:
         """LlamaIndex counts tokens as the decoder does, and asks it where no other LLM is named."""

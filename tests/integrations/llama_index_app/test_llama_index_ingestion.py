@@ -67,7 +67,7 @@ async def test_after_ingestion_a_question_compresses_nothing(
         assert found.score is not None and found.node.ref_doc_id == documents[0].doc_id
 
 
-def test_nodes_pass_through_as_they_are(store: SoftContextStore) -> None:
+def test_nodes_pass_through_as_they_are(store: SoftContextStore, compressed: list[str]) -> None:
     nodes = [
         TextNode(id_="a", text=PASSAGES[0], metadata={"page": 3}, embedding=[0.5]),
         TextNode(id_="blank", text=" \n"),
@@ -77,24 +77,15 @@ def test_nodes_pass_through_as_they_are(store: SoftContextStore) -> None:
     ]
     nodes[0].relationships[NodeRelationship.NEXT] = nodes[3].as_related_node_info()
     before = [node.model_dump() for node in nodes]
-    assert CompressSoftContext(store=store)(nodes) is nodes
-    assert [node.model_dump() for node in nodes] == before
-    assert sorted(store.ids()) == ["a", "doc"]
-    assert CompressSoftContext(store=store)([]) == []
-
-
-def test_what_is_stored_is_not_compressed_again(store: SoftContextStore, compressed: list[str]) -> None:
-    nodes = [TextNode(id_=f"n{i}", text=text) for i, text in enumerate(PASSAGES[:2])]
     step = CompressSoftContext(store=store)
-    step(nodes)
-    step(nodes)
-    assert compressed == PASSAGES[:2]
-    step([TextNode(id_="n0", text=PASSAGES[2]), nodes[1]])
-    assert compressed == PASSAGES[:3]
-    [passage] = store.get_passages(["n0"])
-    assert passage is not None and passage.text == PASSAGES[2]
-    with pytest.raises(ConfigError, match="'n0' is given twice"):
-        step([nodes[0], TextNode(id_="n0", text=PASSAGES[3])])
+    assert step(nodes) is nodes is step(nodes)
+    assert [node.model_dump() for node in nodes] == before
+    assert sorted(store.ids()) == ["a", "doc"] and sorted(compressed) == sorted(PASSAGES[:2])
+    assert step([]) == []
+    with pytest.raises(ConfigError, match="'a' is given twice"):
+        step([nodes[0], TextNode(id_="a", text=PASSAGES[3])])
+    with pytest.raises(ConfigError, match="without num_workers"):
+        pipeline(store).run(documents=[Document(text=TEXT), Document(text=PASSAGES[0])], num_workers=2)
 
 
 def test_a_cached_pipeline_still_fills_a_new_store(
@@ -120,8 +111,3 @@ def test_a_cached_pipeline_still_fills_a_new_store(
 async def test_the_event_loop_goes_on(store: SoftContextStore, app: App) -> None:
     await while_the_decoder_is_taken(app.bundle, CompressSoftContext(store=store).acall([TextNode(text=PASSAGES[0])]))
     assert len(store) == 1
-
-
-def test_other_processes_are_refused(store: SoftContextStore) -> None:
-    with pytest.raises(ConfigError, match="without num_workers"):
-        pipeline(store).run(documents=[Document(text=TEXT), Document(text=PASSAGES[0])], num_workers=2)
