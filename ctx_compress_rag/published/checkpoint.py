@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.identity import folder_digest
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _OF_TRANSFORMERS = (".json", ".jinja", ".txt", ".model", ".safetensors")
@@ -25,12 +24,14 @@ _OF_TRANSFORMERS = (".json", ".jinja", ".txt", ".model", ".safetensors")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files by name; those on the hub are downloaded when they are read, into its cache, where a download resumes.
+    """Files by name; those on the hub are downloaded into its cache when they are read.
+
+    Whatever cannot be found, fetched or read raises a BundleError that names it and the remedy.
 
     Attributes:
         name: the hub id or folder.
         revision: the commit on the hub; None for a folder.
-        subfolder: where the files are in it, or "".
+        subfolder: where the files are in it: "", or a path that ends with a slash.
         sizes: bytes of each file there.
         license: as its card says; None if it says nothing.
     """
@@ -43,60 +44,55 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
-        """Look at a folder, or at a repository's current commit.
-
-        Raises:
-            BundleError: there is no such repository, it is gated, or the hub cannot be reached.
-            ConfigError: a revision is given for a folder, or the subfolder has no files.
-        """
-        if Path(name).is_dir():
-            if revision is not None:
-                raise ConfigError(f"revision={revision!r}: {name} is a folder and has none: leave it out")
-            root = Path(name)
-            sizes = {
-                path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()
-            }
+        """Look at a folder, or at a repository's commit; raises ConfigError if the other arguments do not fit it."""
+        root = Path(name)
+        if not root.is_dir():
+            whole = _on_hub(name, revision)
+        elif revision is not None:
+            raise ConfigError(f"revision={revision!r}: {name} is a folder and has none: leave it out")
+        else:
+            files = [path for path in root.rglob("*") if path.is_file()]
             card = root / "README.md"
             found = re.search(r"^license: *(\S+)", card.read_text("utf-8"), re.MULTILINE) if card.exists() else None
+            sizes = {path.relative_to(root).as_posix(): path.stat().st_size for path in files}
             whole = cls(str(root.resolve()), None, "", sizes, found and found[1])
-        else:
-            whole = _on_hub(name, revision)
         return whole.within(subfolder) if subfolder else whole
 
     def within(self, subfolder: str) -> Checkpoint:
-        """The files of a subfolder.
-
-        Raises:
-            ConfigError: it has none.
-        """
+        """The files of a subfolder; raises ConfigError if it has none."""
         start = f"{subfolder.strip('/')}/"
         sizes = {name.removeprefix(start): size for name, size in self.sizes.items() if name.startswith(start)}
         if not sizes:
-            folders = sorted({name.split("/")[0] for name in self.sizes if "/" in name})
-            raise ConfigError(f"{self.name} has no folder {subfolder!r}: give one of {folders}")
+            raise ConfigError(f"{self.name} has no folder {subfolder!r}: give one of {self.folders}")
         return replace(self, subfolder=f"{self.subfolder}{start}", sizes=sizes)
 
-    def path(self, name: str) -> Path:
-        """A file's path here, after downloading it.
+    @property
+    def folders(self) -> list[str]:
+        """Names of its folders."""
+        return sorted({name.split("/")[0] for name in self.sizes if "/" in name})
 
-        Raises:
-            BundleError: it is missing, or cannot be downloaded.
-        """
+    @property
+    def of_transformers(self) -> list[str]:
+        """Names of the files that transformers reads."""
+        return [name for name in self.sizes if "/" not in name and name.endswith(_OF_TRANSFORMERS)]
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Bytes of these files together."""
+        return sum(self.sizes.get(name, 0) for name in names)
+
+    def path(self, name: str) -> Path:
+        """A file's path here, after downloading it."""
         if name not in self.sizes:
             raise BundleError(f"{self} has no {name}: the checkpoint is incomplete, or not of the format it seems")
         if self.revision is None:
             return Path(self.name, self.subfolder, name)
         from huggingface_hub import hf_hub_download
 
-        with reaching(self.name):
+        with _reaching(self.name):
             return Path(hf_hub_download(self.name, self.subfolder + name, revision=self.revision))
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file's object; empty if there is no such file.
-
-        Raises:
-            BundleError: it is not a JSON object.
-        """
+        """A JSON file's object; empty if there is no such file."""
         if name not in self.sizes:
             return {}
         try:
@@ -107,26 +103,18 @@ class Checkpoint:
             raise BundleError(f"{self}: {name} holds a {type(found).__name__}, not an object: fetch it again")
         return found
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """All tensors of a safetensors file; raises as `path` and `rows`."""
-        with _reading(self, name), safe_open(self.path(name), "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-
-    def pickled(self, name: str) -> dict[str, Any]:
-        """The tensors of a `.pth` file; torch refuses anything else in it, so that no code runs.
-
-        Raises:
-            BundleError: it is missing or damaged, or holds more than tensors.
-        """
+    def tensors(self, name: str) -> dict[str, Any]:
+        """A file's tensors by name. Of a pickle torch reads nothing but tensors, so that no code runs."""
         path = self.path(name)
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            if path.suffix != ".safetensors":
+                found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return dict(found)
+            with safe_open(path, "pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
             said = str(error).partition("\n")[0]
             raise BundleError(f"{path} is damaged or holds more than tensors ({said}): fetch it again") from error
-        if not isinstance(found, dict):
-            raise BundleError(f"{path} holds a {type(found).__name__}, not tensors by name: it is not what it seems")
-        return found
 
     def shard(self, key: str) -> str:
         """Name of the file of a transformers folder that should have a tensor."""
@@ -138,39 +126,24 @@ class Checkpoint:
         raise BundleError(f"{self} has no weights of transformers: give one that has")
 
     def tensor(self, key: str) -> Tensor | None:
-        """A tensor of a transformers folder, from the one shard that has it; None if there is none.
-
-        Raises:
-            BundleError: the shard is missing or damaged.
-        """
+        """A tensor of a transformers folder, from the one file that should have it; None if it has not."""
         name = self.shard(key)
         if not name.endswith(".safetensors"):
-            return self.pickled(name).get(key)
-        with _reading(self, name), safe_open(self.path(name), "pt") as file:
-            found: Tensor | None = file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118
-            return found
-
-    @property
-    def of_transformers(self) -> list[str]:
-        """Names of the files that transformers reads."""
-        return [name for name in self.sizes if "/" not in name and name.endswith(_OF_TRANSFORMERS)]
+            return self.tensors(name).get(key)
+        try:
+            with safe_open(self.path(name), "pt") as file:
+                found: Tensor | None = file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118
+                return found
+        except SafetensorError as error:
+            raise BundleError(f"{self}: {name} is damaged ({error}): fetch it again") from error
 
     def reference(self, key: str) -> dict[str, Any]:
         """How a config names this transformers folder, under `key`."""
         named = {key: self.name, "revision": self.revision, "subfolder": self.subfolder.strip("/") or None}
         return {name: value for name, value in named.items() if value is not None}
 
-    def digest(self) -> str | None:
-        """SHA-256 of the folder's files; None on the hub, where the commit says the same."""
-        return folder_digest(Path(self.name, self.subfolder)) if self.revision is None else None
-
     def __str__(self) -> str:
         return f"{self.name}/{self.subfolder}".rstrip("/")
-
-
-def nbytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
-    """Bytes of these files together."""
-    return sum(checkpoint.sizes.get(name, 0) for name in names)
 
 
 def _on_hub(name: str, revision: str | None) -> Checkpoint:
@@ -178,7 +151,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
 
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise BundleError(f"there is no folder {name!r}, and a hub id is owner/name: give one of them")
-    with reaching(name):
+    with _reaching(name):
         found = HfApi().model_info(name, revision=revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in found.siblings or ()}
     card = found.card_data
@@ -186,7 +159,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
 
 
 @contextmanager
-def reaching(name: str) -> Iterator[None]:
+def _reaching(name: str) -> Iterator[None]:
     """Wrap what asks the hub about `name`: its errors become one sentence with the remedy."""
     from httpx import HTTPError
     from huggingface_hub import errors
@@ -202,14 +175,6 @@ def reaching(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise BundleError(f"no space left for {name} in the hub's cache: free some, or set HF_HOME") from error
         raise BundleError(f"cannot fetch {name} from the hub ({_short(error)}): run the command again") from error
-
-
-@contextmanager
-def _reading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise BundleError(f"{checkpoint}: {name} is damaged ({error}): fetch it again") from error
 
 
 def _short(error: Exception) -> str:

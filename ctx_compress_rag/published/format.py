@@ -70,11 +70,7 @@ class Format(ABC):
 
     @abstractmethod
     def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
-        """Read a checkpoint.
-
-        Raises:
-            BundleError: it lacks something, or does not fit the decoder.
-        """
+        """Read a checkpoint; raises BundleError if it lacks something, or does not fit the decoder."""
 
 
 class Skeleton(Backbone):
@@ -116,22 +112,14 @@ class Skeleton(Backbone):
 
     @cached_property
     def vocabulary(self) -> Tensor:
-        """The decoder's input embeddings: (tokens, dim), read from its files.
-
-        Raises:
-            BundleError: they are missing.
-        """
+        """The decoder's input embeddings, read from its files: (tokens, dim)."""
         found = self.files.tensor(EMBEDDINGS)
         if found is None:
             raise BundleError(f"the decoder {self.files} has no {EMBEDDINGS}: it is of another architecture")
         return found
 
     def token(self, text: str) -> Tensor:
-        """The embedding of a special token, (1, dim).
-
-        Raises:
-            BundleError: the decoder has no such token.
-        """
+        """The embedding of a special token: (1, dim)."""
         id = self.tokenizer.convert_tokens_to_ids(text)
         if id is None or id == self.tokenizer.unk_token_id or id >= len(self.vocabulary):
             raise BundleError(f"the decoder {self.files} has no token {text}: give the one it was trained with")
@@ -139,11 +127,7 @@ class Skeleton(Backbone):
 
 
 def same_rows(published: Tensor, own: Tensor | None, what: str, skeleton: Skeleton) -> None:
-    """Refuse a decoder whose embeddings or head are not the first rows of the published ones.
-
-    Raises:
-        BundleError: they differ.
-    """
+    """Refuse a decoder whose embeddings or head are not the first rows of the published ones."""
     rows = len(skeleton.tokenizer)
     if own is None or not torch.equal(published[:rows].float(), own[:rows].float()):
         raise BundleError(
@@ -153,16 +137,32 @@ def same_rows(published: Tensor, own: Tensor | None, what: str, skeleton: Skelet
 
 
 def exactly(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Refuse missing and unknown tensors.
-
-    Raises:
-        BundleError: the first that is missing or unknown is named.
-    """
+    """Refuse missing and unknown tensors; the first is named."""
     has, needs = set(found), set(wanted)
     if missing := sorted(needs - has):
         raise BundleError(f"{where} lacks {len(missing)} tensors, such as {missing[0]}: fetch the checkpoint again")
     if odd := sorted(has - needs):
         raise BundleError(f"{where} has {len(odd)} unknown tensors, such as {odd[0]}: it is of another version")
+
+
+def supported(checkpoint: Checkpoint, file: str, **values: Any) -> dict[str, Any]:
+    """Read a JSON file in which these settings must have these values."""
+    settings = checkpoint.json(file)
+    for key, value in values.items():
+        if settings.get(key) != value:
+            found = settings.get(key)
+            raise BundleError(f"{checkpoint}: {key} is {found!r} in {file}, and only {value!r} can be imported")
+    return settings
+
+
+def instruct_format(begin: str) -> str:
+    """Mistral's chat format without a system role, with this text before a user's message."""
+    return (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '"
+        + begin
+        + "' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
+        "eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+    )
 
 
 def lora_only(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import re
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.models.backbone import PEFT_PREFIX
 from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import Conversion, Format, Skeleton
+from ctx_compress_rag.published.format import Conversion, Format, Skeleton, instruct_format
 
 _FILE = re.compile(r"[\w.-]*ft_icae\.safetensors")
 _DECODER = "mistralai/Mistral-7B-Instruct-v0.2"
@@ -70,12 +70,7 @@ class Icae(Format):
                 "template": "{context}{question}",
                 "separator": "",
                 "answer_tokens": 512,
-                "chat_template": (
-                    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST]' + "
-                    "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-                    "{{ message['content'] + eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}"
-                    "{% endfor %}"
-                ),
+                "chat_template": instruct_format("[INST]"),
             },
             compressor={"memory": memory[:slots], "begin": memory[:0]},
             reader={"wrap.before": memory[:0], "wrap.after": memory[-1:]},

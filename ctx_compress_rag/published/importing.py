@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, decoder_t
 from ctx_compress_rag.bundle.identity import fingerprint
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import files_digest, folder_digest
-from ctx_compress_rag.published.checkpoint import Checkpoint, nbytes, reaching
+from ctx_compress_rag.published.checkpoint import Checkpoint
 from ctx_compress_rag.published.format import Conversion, Format, Skeleton
 from ctx_compress_rag.published.registry import recognized
 from ctx_compress_rag.strict import explain
@@ -81,9 +81,9 @@ class Import:
     @property
     def download(self) -> int:
         """Bytes that asking the bundle needs besides the bundle, some of them perhaps here already."""
-        used = nbytes(self.checkpoint, self.format.files(self.checkpoint))
+        used = self.checkpoint.bytes_of(self.format.files(self.checkpoint))
         parts = [self.skeleton.files, *([] if self.encoder is None else [self.encoder])]
-        return used + sum(nbytes(part, part.of_transformers) for part in parts)
+        return used + sum(part.bytes_of(part.of_transformers) for part in parts)
 
     def parameters(self) -> int:
         """Parameters of decoder and encoder."""
@@ -111,7 +111,7 @@ class Import:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} has files: give a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        needed = nbytes(self.checkpoint, self.format.files(self.checkpoint)) + (self.download if copy else 0)
+        needed = self.checkpoint.bytes_of(self.format.files(self.checkpoint)) + (self.download if copy else 0)
         if (free := shutil.disk_usage(folder.parent).free) < needed:
             raise BundleError(
                 f"the bundle needs up to {needed / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB: free some"
@@ -134,7 +134,9 @@ class Import:
             _check_sizes(part, str(self.checkpoint))
         method, encoder = dict(conversion.settings["method"]), self.encoder
         if encoder is not None:
-            method |= encoder.reference("encoder") | {"digest": encoder.digest()}
+            here = encoder.revision is None
+            digest = folder_digest(Path(encoder.name, encoder.subfolder)) if here else None
+            method |= encoder.reference("encoder") | {"digest": digest}
         bundle = self._bundle(conversion, {"method": method} | self.skeleton.files.reference("decoder"))
         bundle.save_pretrained(folder)
         if copy:
@@ -196,13 +198,13 @@ def import_published(
     """Convert another project's published compressor into a bundle in a new folder, and load it from there.
 
     Args:
-        name_or_path: the checkpoint: a hub id or a folder. Files are downloaded into the hub's cache.
+        name_or_path: the checkpoint: a hub id or a folder.
         folder: where the bundle goes.
-        subfolder: the checkpoint's place in the repository, if that holds several.
+        subfolder: the checkpoint's place in there, if it holds several.
         revision: a hub revision; its commit is pinned.
-        decoder: the decoder it was trained for, in place of the one it names.
-        encoder: the same for an encoder with weights of its own.
-        copy: put decoder and encoder into the bundle, instead of naming their place and commit.
+        decoder: see `Import.of`.
+        encoder: see `Import.of`.
+        copy: see `Import.write`.
         options: of `Bundle.from_pretrained`, such as `dtype`.
 
     Raises:
@@ -225,5 +227,4 @@ def _copy_files(part: Checkpoint, folder: Path) -> None:
     """Copy a transformers folder's files."""
     folder.mkdir()
     for name in part.of_transformers:
-        with reaching(part.name):
-            shutil.copyfile(part.path(name), folder / name)
+        shutil.copyfile(part.path(name), folder / name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import Conversion, Format, Skeleton, exactly
+from ctx_compress_rag.published.format import Conversion, Format, Skeleton, exactly, supported
 
 _CONFIG = "model_config.json"
 _ADAPTER = "adapter/adapter.safetensors"
@@ -14,12 +14,6 @@ _NAMES = {
     "fc1.bias": "inner.bias",
     "fc2.weight": "outer.weight",
     "fc2.bias": "outer.bias",
-}
-_SUPPORTED = {
-    "pooling": "mean",
-    "encoder_mask_type": "causal",  # its bidirectional mask has no effect with some attention implementations
-    "boundary_overlap": 0,
-    "adapter_type": "mlp",
 }
 
 
@@ -45,12 +39,9 @@ class Lclm(Format):
 
     def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
         assert encoder is not None
-        settings = checkpoint.json(_CONFIG)
-        for key, value in _SUPPORTED.items():
-            if settings.get(key) != value:
-                raise BundleError(
-                    f"{checkpoint}: {key} is {settings.get(key)!r} in {_CONFIG}, and only {value!r} can be imported"
-                )
+        # Its bidirectional mask has no effect with some attention implementations.
+        plain = {"pooling": "mean", "encoder_mask_type": "causal", "boundary_overlap": 0, "adapter_type": "mlp"}
+        settings = supported(checkpoint, _CONFIG, **plain)
         adapter = checkpoint.tensors(_ADAPTER)
         exactly(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
         reader = {f"projection.{own}": adapter[theirs] for theirs, own in _NAMES.items()}

@@ -15,6 +15,7 @@ from ctx_compress_rag.published.format import (
     exactly,
     lora_only,
     same_rows,
+    supported,
 )
 
 _ADAPTERS = "adapters.pth"
@@ -23,7 +24,6 @@ _PROMPT = (
     "You are a helpful assistant. Your task is to extract relevant information from provided documents and to answer "
     "to questions as briefly as possible.|||Background:\n{context}\n\nQuestion:{question}"
 )
-_SUPPORTED = {"sep": True, "different_mem_tokens": True, "lora": True}
 
 
 class Pisco(Format):
@@ -57,19 +57,12 @@ class Pisco(Format):
         return Checkpoint.open(named)
 
     def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
-        settings = checkpoint.json("config.json")
-        for key, value in _SUPPORTED.items():
-            if settings.get(key) != value:
-                raise BundleError(
-                    f"{checkpoint}: {key} is {settings.get(key)!r} in config.json, and only {value!r} can be imported"
-                )
+        settings = supported(checkpoint, "config.json", sep=True, different_mem_tokens=True, lora=True)
         ratio, rank = settings["compr_rate"], settings["lora_r"]
         slots = settings["doc_max_length"] // ratio
-        adapters = checkpoint.pickled(_ADAPTERS)
+        adapters = checkpoint.tensors(_ADAPTERS)
         # CLaRa's end-to-end checkpoints have a third adapter, which ranks passages.
-        exactly(
-            adapters.keys() - {"query_reasoner_adapter"}, ["encoder_adapter", "decoder_adapter"], _where(checkpoint)
-        )
+        exactly(adapters.keys() - {"query_reasoner_adapter"}, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
         rows = self._added_rows(checkpoint, skeleton, slots + 3)
         tune = {"rank": rank, "alpha": 2 * rank}
         method: dict[str, Any] = {
@@ -103,7 +96,7 @@ class Pisco(Format):
     @staticmethod
     def _added_rows(checkpoint: Checkpoint, skeleton: Skeleton, count: int) -> Any:
         """The embeddings of the added tokens, after checking that all others are the decoder's."""
-        layers = checkpoint.pickled(_LAYERS)
+        layers = checkpoint.tensors(_LAYERS)
         exactly(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
         embeddings = layers[EMBEDDINGS]
         known = len(skeleton.tokenizer)
@@ -117,7 +110,3 @@ class Pisco(Format):
             own = skeleton.files.tensor(HEAD)
             same_rows(layers[HEAD], skeleton.vocabulary if own is None else own, HEAD, skeleton)
         return embeddings[known:]
-
-
-def _where(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint}: {_ADAPTERS}"

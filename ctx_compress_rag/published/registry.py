@@ -48,8 +48,7 @@ def recognized(checkpoint: Checkpoint) -> Format:
     for each in known:
         if each.matches(checkpoint):
             return each
-    folders = sorted({name.split("/")[0] for name in checkpoint.sizes if "/" in name})
-    inside = f", or name one of its folders {folders} as subfolder" if folders else ""
+    inside = f", or name one of its folders {checkpoint.folders} as subfolder" if checkpoint.folders else ""
     names = ", ".join(each.name for each in known)
     raise BundleError(f"{checkpoint} is of no format known here ({names}): give another checkpoint{inside}")
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import EMBEDDINGS, Conversion, Format, Skeleton, exactly, same_rows
+from ctx_compress_rag.published.format import (
+    EMBEDDINGS,
+    Conversion,
+    Format,
+    Skeleton,
+    exactly,
+    instruct_format,
+    same_rows,
+    supported,
+)
 
 _NAMES = {
     f"projector.projector.{theirs}.{kind}": f"projection.{own}.{kind}"
@@ -46,12 +55,7 @@ class Xrag(Format):
 
     def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
         assert encoder is not None
-        settings = checkpoint.json("config.json")
-        if settings.get("projector_type") != "mlp2x_gelu":
-            raise BundleError(
-                f"{checkpoint}: projector_type is {settings.get('projector_type')!r}, and only 'mlp2x_gelu' can be "
-                "imported"
-            )
+        settings = supported(checkpoint, "config.json", projector_type="mlp2x_gelu")
         width, found = settings["retriever_hidden_size"], encoder.json("config.json").get("hidden_size")
         if width != found:
             raise BundleError(f"{checkpoint} reads vectors of width {width}, and those of {encoder} have {found}")
@@ -78,12 +82,7 @@ class Xrag(Format):
                 "separator": " ",
                 "answer_prefix": " The answer is:",
                 "answer_tokens": 30,
-                "chat_template": (
-                    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
-                    "message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-                    "{{ message['content'] + eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}"
-                    "{% endfor %}"
-                ),
+                "chat_template": instruct_format("[INST] "),
             },
             reader={own: tensors[theirs] for theirs, own in _NAMES.items()},
         )

@@ -58,11 +58,13 @@ def test_a_saved_bundle_loads_and_saves_again_with_the_same_bits(made: Any, save
     assert not torch.equal(text, soft)
     assert second.tokenizer("Orla kept bees.")["input_ids"] == made.tokenizer("Orla kept bees.")["input_ids"]
     assert second.tokenizer.chat_template == made.tokenizer.chat_template
+    assert second.report == {"steps": 3, "loss": 0.5} and "mean_pooling" in (saved / "README.md").read_text()
     assert not any(parameter.requires_grad for parameter in second.backbone.model.parameters())
     second.save_pretrained(tmp_path)
     files = {path.relative_to(saved) for path in saved.rglob("*")}
     assert files == {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
     for name in files:
+        assert name.suffix not in (".bin", ".pt", ".pth", ".pkl")
         if name.suffix == ".safetensors":
             assert (saved / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
@@ -79,12 +81,6 @@ def test_a_bundle_that_is_half_overwritten_does_not_load(folder: Path, make_tiny
     weights.rmdir()
     other.save_pretrained(folder)
     assert Bundle.from_pretrained(folder, device="cpu").fingerprint == other.fingerprint
-
-
-def test_report_and_card_are_kept(saved: Path) -> None:
-    assert Bundle.from_pretrained(saved, device="cpu").report == {"steps": 3, "loss": 0.5}
-    assert "mean_pooling" in (saved / "README.md").read_text()
-    assert not [path for path in saved.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
 
 
 # The fingerprint
@@ -128,27 +124,13 @@ def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
     assert len({original, *(fingerprint(**change) for change in changes)}) == len(changes) + 1
 
 
-def test_the_fingerprint_is_the_same_in_another_precision(made: Any, saved: Path) -> None:
-    """A GPU computes in bfloat16, which rounds the stored weights to other bits."""
-    rounded = Bundle.from_pretrained(saved, dtype="bfloat16")
-    assert rounded.backbone.model.dtype == torch.bfloat16
-    assert rounded.fingerprint == made.fingerprint
-
-
 # Damage
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "compressor/model.safetensors",
-        "compressor/adapter_model.safetensors",
-        "reader/model.safetensors",
-        "reader/adapter_model.safetensors",
-        "decoder/model.safetensors",
-    ],
-)
+WEIGHTS = [f"{part}/{file}model.safetensors" for part in ("compressor", "reader") for file in ("", "adapter_")]
+
+
+@pytest.mark.parametrize("name", ["config.json", "decoder/model.safetensors", *WEIGHTS])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "pickled"])
 def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: str) -> None:
     path = folder / name
@@ -166,34 +148,23 @@ def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: st
     assert named in str(caught.value) and str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "zeros", "itself", "folder", "large"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "training_report.json",
-        "compressor/model.safetensors",
-        "decoder/config.json",
-        "decoder/tokenizer_config.json",
-        "decoder/tokenizer.json",
-    ],
-)
+IRREGULAR: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "itself": lambda path: path.symlink_to(path),
+    "folder": Path.mkdir,
+    "large": lambda path: (path.touch(), os.truncate(path, 2**36)),  # a hole: it takes no space
+}
+READ = ["config.json", "training_report.json", "reader/model.safetensors", "decoder/config.json"]
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+@pytest.mark.parametrize("name", [*READ, "decoder/tokenizer_config.json", "decoder/tokenizer.json"])
 def test_only_regular_files_of_bounded_size_are_opened(folder: Path, name: str, kind: str) -> None:
     """Each of these hung, took all memory or raised raw."""
     path = folder / name
     path.unlink()
-    match kind:
-        case "fifo":
-            os.mkfifo(path)
-        case "zeros":
-            path.symlink_to("/dev/zero")
-        case "itself":
-            path.symlink_to(path)
-        case "folder":
-            path.mkdir()
-        case "large":
-            with path.open("wb") as file:
-                file.truncate(2**36)  # a hole: it takes no space
+    IRREGULAR[kind](path)
     with pytest.raises(BundleError, match=re.escape(str(path))):
         Bundle.from_pretrained(folder, device="cpu")
 
@@ -203,11 +174,6 @@ def test_links_to_regular_files_are_as_good_as_files(folder: Path) -> None:
     original = (folder / "config.json").rename(folder / "blob")
     (folder / "config.json").symlink_to(original)
     Bundle.from_pretrained(folder, device="cpu")
-
-
-def test_an_empty_folder_is_no_bundle(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"is not a bundle: it has no config\.json"):
-        Bundle.from_pretrained(tmp_path)
 
 
 def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
@@ -246,17 +212,11 @@ def test_a_decoder_whose_files_lack_weights_is_refused(folder: Path, change: dic
     ("change", "message"),
     [
         ({"unknown": 1}, r"unknown=1 is unknown: leave it out"),
-        ({"method": {"name": "mean_pooling", "pooling": "max"}}, r"method.mean_pooling.pooling='max' is unknown"),
         ({"method": {"name": "max_pooling"}}, r"method.name: 'max_pooling' is unknown: give one of .*'mean_pooling'"),
         ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.mean_pooling.encoder.rank: .*got 0"),
-        ({"base_ratio": 0}, r"base_ratio: .*got 0"),
         ({"base_ratio": "four"}, r"base_ratio: .*got 'four'"),
-        ({"ratios": []}, "ratios: "),
         ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
-        ({"ratios": [2]}, "ratio 2 cannot be made from slots stored at 4"),
         ({"max_tokens": 62}, "max_tokens 62 is not a multiple of base_ratio 4"),
-        ({"format": 2}, r"format: .*got 2"),
-        ({"name": ""}, "name: "),
     ],
 )
 def test_unknown_and_impossible_values_are_refused_by_name(folder: Path, change: dict[str, Any], message: str) -> None:
@@ -279,26 +239,20 @@ def test_weights_that_are_not_finite_numbers_are_named(folder: Path, part: str, 
         Bundle.from_pretrained(folder, device="cpu")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}"])
-def test_a_config_that_is_no_json_object_is_refused(folder: Path, content: bytes) -> None:
-    (folder / "config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        Bundle.from_pretrained(folder, device="cpu")
-
-
-@pytest.mark.parametrize("content", ["[]", "3", "null", '"steps"', "{", "[" * 100_000])
-def test_a_report_that_is_no_object_is_named(folder: Path, content: str) -> None:
-    (folder / "training_report.json").write_text(content)
-    with pytest.raises(BundleError, match=r"training_report\.json (holds a \w+, not a JSON object|is damaged)"):
+@pytest.mark.parametrize("name", ["config.json", "training_report.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"null", b"\xff\xfe{}", b"[" * 100_000])
+def test_what_is_no_json_object_is_refused(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises((BundleError, ConfigError), match=re.escape(name)):
         Bundle.from_pretrained(folder, device="cpu")
 
 
 # Names and the hub
 
 
-@pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle"])
-def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(BundleError, match=r"give a folder, one of \['smollm2-135m'\], or a hub id") as caught:
+@pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle", "", None, 5])
+def test_unknown_names_are_refused(name: Any) -> None:
+    with pytest.raises((BundleError, ConfigError), match=r"give a folder, one of \['smollm2-135m'\]") as caught:
         Bundle.from_pretrained(name)
     assert repr(name) in str(caught.value)
 
@@ -310,26 +264,22 @@ def test_a_revision_is_the_hubs(folder: Path) -> None:
             Bundle.from_pretrained(name, revision="v1")
 
 
-def test_a_decoder_folder_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(BundleError, match="cannot load the decoder '/no/where': there is no such folder"):
-        load_decoder("/no/where", device="cpu")
-    with pytest.raises(BundleError, match="'no/where': there is no such folder, and the hub says"):
-        load_decoder("no/where", device="cpu")
-
-
 def test_impossible_changes_are_told_like_an_impossible_config(folder: Path) -> None:
     with pytest.raises(ConfigError, match="with changes: config: ratio 6 cannot be made from slots stored at 4"):
         Bundle.from_pretrained(folder, device="cpu", changes={"ratios": [6]})
 
 
-def test_an_unreachable_hub_is_a_bundle_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_neither_here_nor_on_the_hub_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(BundleError, match="cannot fetch the bundle 'someone/nothing' from the hub"):
         Bundle.from_pretrained("someone/nothing")
     with pytest.raises(BundleError, match=r"cannot fetch 'tiny.gguf' of 'someone/tiny' from the hub"):
         load_decoder(GgufDecoder(repo="someone/tiny", file="tiny.gguf"))
+    with pytest.raises(BundleError, match="cannot load the decoder '/no/where': there is no such folder"):
+        load_decoder("/no/where", device="cpu")
+    with pytest.raises(BundleError, match="'no/where': there is no such folder, and the hub says"):
+        load_decoder("no/where", device="cpu")
 
 
 def test_pushing_uploads_a_folder_that_loads(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,9 +332,3 @@ def test_other_files_are_not_written_over(make_tiny_bundle: Callable[..., Any], 
     assert [f.name for f in (tmp_path / "project").iterdir()] == ["README.md"]
     bundle.save_pretrained(tmp_path / "new")
     bundle.save_pretrained(tmp_path / "new")  # a bundle's own files are
-
-
-@pytest.mark.parametrize("name", ["", None, 5])
-def test_what_is_no_name_is_no_bundle(name: Any) -> None:
-    with pytest.raises(ConfigError, match="no bundle"):
-        Bundle.from_pretrained(name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from ctx_compress_rag.models.fair_lock import FairLock
 from helpers.decoding import WAIT, wait_for
 
@@ -51,12 +49,3 @@ def test_only_one_has_it() -> None:
     for thread in threads:
         thread.join(WAIT)
     assert most == 1
-
-
-def test_an_error_inside_gives_it_back() -> None:
-    turns = FairLock()
-    with pytest.raises(KeyError), turns:
-        raise KeyError
-    assert not turns.held
-    with turns:
-        assert turns.held
