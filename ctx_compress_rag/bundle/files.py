@@ -78,7 +78,7 @@ def _is_bundle(config: bytes) -> bool:
     """Whether this is a bundle's config, however damaged, and not that of another kind of checkpoint."""
     try:
         found = json.loads(config)
-    except ValueError:
+    except (ValueError, RecursionError):
         return True
     return not isinstance(found, dict) or "model_type" not in found
 

@@ -105,12 +105,14 @@ def test_both_frameworks_and_a_server_ask_as_it_was_trained(bundle: Bundle, tmp_
         chat = prompt_of(bundle.config.template, mark(store, texts), question)
         [expected] = TransformersDecoder(bundle, store).generate([chat], Sampling(max_new_tokens=TOKENS))
         assert expected.slots and expected.text
+        # LangChain joins a stream, in which bytes that are no text may look different; random weights write such bytes.
+        *pieces, _ = TransformersDecoder(bundle, store).stream(chat, Sampling(max_new_tokens=TOKENS))
 
         model = ChatCompressedContext(store=store, max_tokens=TOKENS)
         documents = [Document(page_content=text, id=f"a{i}") for i, text in enumerate(texts)]
         documents = list(CompressedContextPostprocessor(store=store).compress_documents(documents, question))
         chain = create_stuff_documents_chain(model, model.question_prompt())
-        assert chain.invoke({"context": documents, "input": question}) == expected.text
+        assert chain.invoke({"context": documents, "input": question}) == "".join(map(str, pieces))
 
         llm = CompressedContextLLM(store=store, max_tokens=TOKENS)
         nodes = [NodeWithScore(node=TextNode(text=text, id_=f"b{i}"), score=1.0) for i, text in enumerate(texts)]
