@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field, ValidationError
@@ -18,6 +19,8 @@ from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDec
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd
+from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict, explain
@@ -26,6 +29,7 @@ BASE_FOLDER = "base"
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
+_LOADED: WeakKeyDictionary[Decoder, dict[Path, tuple[list[tuple[Path, int]], Adaptation]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +138,9 @@ class PredictedUpdate(Adaptation):
             given = decoder.ratios(demonstration) if row.soft else {None}
             if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
                 bare = not any(map(str.strip, demonstration.passages)) and not row.soft
-                has = "no passages" if bare else f"passages that are {' and '.join(map(as_read, other))}"
+                has = "no passages" if bare else f"passages that are {' and '.join(map(_as_read, other))}"
                 raise ConfigError(
-                    f"this predictor was trained on demonstrations whose passages are {as_read(wanted)}, and "
+                    f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and "
                     f"demonstration {number} has {has}: give passages as in training"
                 )
         return rows
@@ -184,8 +188,29 @@ class PredictedUpdate(Adaptation):
         return made
 
 
-def as_read(ratio: int | None) -> str:
-    """How a predictor's demonstrations are read, in words."""
+def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
+    """Load an adaptation from its folder: an update predictor, or a LoRA adapter in peft's format.
+
+    It is read once for each bundle, and again if a file in the folder has changed.
+
+    Raises:
+        BundleError: the folder holds none of them, or one for another decoder.
+    """
+    folder = Path(folder).resolve()
+    stamp = [(file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
+    kept = _LOADED.setdefault(decoder.bundle, {})
+    if folder not in kept or kept[folder][0] != stamp:
+        found: Adaptation
+        if (folder / ADAPTER_CONFIG_FILE).exists():
+            found = BaseAdapter(Adapter.from_pretrained(folder, decoder.bundle.backbone.model))
+        else:
+            found = PredictedUpdate.from_pretrained(folder, decoder)
+        kept[folder] = (stamp, found)
+    return kept[folder][1]
+
+
+def _as_read(ratio: int | None) -> str:
+    """How demonstrations' passages are read, in words."""
     return "text" if ratio is None else f"soft contexts of ratio {ratio}"
 
 

@@ -41,13 +41,18 @@ class AdaptableLLM(DecoderLLM):
             ConfigError: there are no demonstrations, or no adaptation, or the decoder runs in a server.
             BundleError: the folder holds nothing for this decoder.
         """
-        from ctx_compress_rag.adaptation.saved import adapt
+        from ctx_compress_rag.adaptation.baselines import load_adaptation
 
         chosen = adaptation or self.predictor
         if chosen is None:
             raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or adapt() an adaptation")
+        decoder = self._adaptive()
         with self._in_scope():
-            return self._with_decoder(adapt(self._adaptive(), demonstrations, chosen, ratio))
+            if ratio is not None:
+                demonstrations = [demonstration.marked(self.store, ratio) for demonstration in demonstrations]
+            if isinstance(chosen, str | Path):
+                chosen = load_adaptation(chosen, decoder)
+            return self._with_decoder(decoder.adapt(demonstrations, chosen))
 
     def with_adapter(self, folder: str | Path) -> Self:
         """An LLM with a saved peft adapter of this decoder's Q/K/V projections; this one stays unchanged.
@@ -55,19 +60,23 @@ class AdaptableLLM(DecoderLLM):
         Raises:
             BundleError: the folder holds no adapter for this decoder.
         """
-        from ctx_compress_rag.adaptation.saved import with_adapter
+        from ctx_compress_rag.adaptation.adapter import Adapter
+        from ctx_compress_rag.adaptation.decoder import Adapted
 
-        return self._with_decoder(with_adapter(self._adaptive(), folder))
+        decoder = self._adaptive()
+        adapter = Adapter.from_pretrained(folder, decoder.bundle.backbone.model)
+        return self._with_decoder(decoder.with_change(Adapted(adapter)))
 
     def save_adapter(self, folder: str | Path) -> None:
         """Write what `adapt` changed as an ordinary peft adapter, which `with_adapter` and other engines load.
 
         Raises:
-            ConfigError: nothing was changed that an adapter can hold.
+            ConfigError: this LLM is not adapted.
         """
-        from ctx_compress_rag.adaptation.saved import save_adapter
-
-        save_adapter(self._adaptive(), folder)
+        decoder = self._adaptive()
+        if decoder.adapted.adapter is None:
+            raise ConfigError("this LLM is not adapted: there is no adapter to save")
+        decoder.adapted.adapter.save_pretrained(folder, decoder.bundle.decoder_name)
 
     def _adaptive(self) -> AdaptiveDecoder:
         from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder

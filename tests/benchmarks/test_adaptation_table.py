@@ -293,16 +293,3 @@ def test_the_command_reads_files_and_slots(
     write_jsonl(tmp_path / "one.jsonl", rows)
     assert main(command) == 2
     assert f"out/base was made before {tmp_path}/one.jsonl changed: remove it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("rows", "named"), [(0, "no data file at"), (3, "the task asked has 3 questions")])
-def test_files_to_score_with_are_read_before_anything_is_trained(
-    rows: int, named: str, tmp_path: Path, bundle_folder: Path
-) -> None:
-    small_recipes(tmp_path, bundle_folder, steps=1)
-    if rows:
-        asked = [Example(("A passage.",), (Turn(f"Which is it, {i}?", (str(i),)),)) for i in range(rows)]
-        write_jsonl(tmp_path / "asked.jsonl", asked)
-    with pytest.raises(DataError, match=named):
-        evaluate(tmp_path / "recipes", tmp_path / "scores", files=[str(tmp_path / "asked.jsonl")])
-    assert not list(tmp_path.rglob("training_report.json"))

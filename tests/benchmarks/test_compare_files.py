@@ -19,7 +19,6 @@ from benchmarks.compare.config import (
     SHIPPED,
     Budget,
     Comparison,
-    load_comparison,
     merged,
     stage_recipes,
 )
@@ -118,23 +117,10 @@ def test_what_is_held_out_or_too_long_is_not_read(settings: dict[str, Any], file
     assert len(wanted) < len(rows) - 2
 
 
-def test_prompts_hold_as_many_passages_as_the_budget_says(settings: dict[str, Any], tmp_path: Path) -> None:
-    assert {len(e.passages) for e in read(settings, "one", 12, tmp_path, passages=3)} == {3}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": {"mix": {"passages": [2]}}}, "set by --passages"),
-        ({"entries": {"one": {"settings": {"data": {"mix": {}}}}}}, "may not set data.mix"),
-        ({"entries": {"../one": {"note": "", "like": "one"}}}, "cannot be named '../one'"),
-    ],
-)
-def test_faults_are_named(settings: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump(merged(settings, changes)))
-    with pytest.raises(ConfigError, match=message):
-        stage_recipes(load_comparison(file), "one", Budget(4, 1), "decoder", tmp_path)
+def test_what_the_comparison_sets_for_all_entries_is_refused_in_one(settings: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"entries": {"one": {"settings": {"data": {"mix": {}}}}}}
+    with pytest.raises(ConfigError, match="may not set data.mix"):
+        read(merged(settings, changes), "one", 4, tmp_path)
 
 
 def test_the_merged_decoder_is_the_decoder_with_its_teacher(files: Path, tmp_path: Path) -> None:

@@ -141,12 +141,10 @@ FILES: dict[str, Any] = {
     "multinews": (news, ("Summarize the documents.", ("Both.",), ("One \n more.", "Two."), ())),
 }  # fmt: skip
 HUB: dict[str, Any] = {
-    "squad": {"question": "When was it built?", "context": TEXT, "answers": {"text": ["1874"], "answer_start": [28]}},
     "hotpotqa": WIKI | {
         "context": {"title": [p[0] for p in PAGES], "sentences": [p[1] for p in PAGES]},
         "supporting_facts": {"title": [f[0] for f in FACTS], "sent_id": [f[1] for f in FACTS]},
     },
-    "2wikimultihopqa": WIKI | {"context": json.dumps(BARE), "supporting_facts": json.dumps(FACTS)},
     "triviaqa": {
         "question": "Who drew it?", "answer": {"value": "Ada Quill", "aliases": ["Quill"]},
         "entity_pages": {"title": ["Brenmoor Light", "Gone"], "wiki_context": [TEXT, ""]},
@@ -238,14 +236,6 @@ def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
     assert written(tmp_path) == [("When was it built?", ("1874", "In 1874."), (TEXT,), ())]
     with pytest.raises(DataError, match="no question with an answer in the split 'dev'"):
         convert("narrativeqa", file, out, split="dev")
-
-
-def test_hidden_answers_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test split of TriviaQA on the hub."""
-    hidden = HUB["triviaqa"] | {"answer": {"value": "<unk>", "aliases": []}}
-    hub_of(monkeypatch, hidden)
-    with pytest.raises(DataError, match="triviaqa has no question with an answer in the split 'test'"):
-        convert("triviaqa", None, tmp_path / "out.jsonl", split="test")
 
 
 def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoTokenizer,
     BertConfig,
     BertForTokenClassification,
     PreTrainedTokenizerFast,
@@ -80,27 +79,6 @@ def test_the_budget_is_spent_on_the_passages_own_words(bert_folder: Path, tiny_t
         said = [word for word, _ in words.pre_tokenize_str(text)]
         # A budget may end within a word, which is then its passage's last.
         assert in_order(said, own) or (in_order(said[:-1], own) and any(word.startswith(said[-1]) for word in own))
-
-
-@pytest.mark.parametrize("budget", [10, 20])
-def test_what_is_kept_is_what_the_model_finds_important(bert_folder: Path, tiny_tokenizer: Any, budget: int) -> None:
-    """The probability of its second label, mean over a word's tokens, by transformers alone."""
-    lingua, passage = LLMLingua2(str(bert_folder)), PASSAGES[0]
-    tokenizer = AutoTokenizer.from_pretrained(bert_folder)
-    ids = tokenizer(passage, add_special_tokens=False)
-    framed = torch.tensor([[tokenizer.cls_token_id, *ids["input_ids"], tokenizer.sep_token_id]])
-    with torch.no_grad():
-        logits = BertForTokenClassification.from_pretrained(bert_folder)(framed).logits[0, 1:-1]
-    by_word: dict[int, list[float]] = {}
-    for word, probability in zip(ids.word_ids(), logits.softmax(-1)[:, 1].tolist(), strict=True):
-        by_word.setdefault(word, []).append(probability)
-    importance = [sum(each) / len(each) for each in by_word.values()]
-    words = [word for word, _ in pre_tokenizers.BertPreTokenizer().pre_tokenize_str(passage)]
-    [text] = lingua.shorten([passage], tiny_tokenizer, budget)
-    said = [word for word, _ in pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text)][:-1]  # the last may be cut
-    likeliest = sorted(range(len(words)), key=lambda i: -importance[i])
-    assert len(said) >= 2
-    assert any(said == [words[i] for i in sorted(likeliest[:n])][: len(said)] for n in range(len(said), len(words)))
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:

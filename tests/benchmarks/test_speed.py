@@ -10,7 +10,6 @@ import pytest
 from benchmarks.timing.speed import first_token, indexing_speed
 from benchmarks.timing.training_speed import training_speed
 from benchmarks.world.world import World
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
 
 
 def test_indexing_counts_passages_tokens_and_bytes(tiny_bundle: Any, tmp_path: Path) -> None:
@@ -40,20 +39,6 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
         assert first.share == pytest.approx(first.soft_tokens / first.text_tokens / first.ratio)
         assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
     assert list(found) == [4, 16] and found[16].soft_tokens < found[4].soft_tokens
-
-
-def test_no_two_prompts_begin_alike(tiny_bundle: Any) -> None:
-    """A server that keeps what it has read would be timed on what it has kept."""
-    asked: list[str] = []
-
-    class Watched(TransformersDecoder):
-        def generate(self, prompts: Any, *args: Any) -> Any:
-            asked.extend(prompt[-1]["content"][:60] for prompt in prompts)
-            return super().generate(prompts, *args)
-
-    first_token(tiny_bundle, World("test", 0).passages()[:1], [4], rounds=2, opened=Watched)
-    assert len(asked) == 6
-    assert len(set(asked)) == 6
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.answering import BUDGETED, EXTRACTED, FULL, NONE, SOFT, TRUNCATED, answer
-from ctx_compress_rag.evaluation.harness import evaluate, save, table
+from ctx_compress_rag.evaluation.answering import BUDGETED, FULL, NONE, SOFT, TRUNCATED, answer
+from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
@@ -84,12 +83,3 @@ def test_a_token_budget_is_scored_with_as_many_tokens_and_the_cosines_of_passage
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     for questions, there in ((QUESTIONS, True), (one, False)):
         assert (BUDGETED in {s.system for s in evaluate(tiny_bundle, questions, (16,), **options)}) is there
-
-
-def test_scores_are_saved_as_json_table_and_picture(tmp_path: Path, scores: Any) -> None:
-    save(scores, table(scores), tmp_path, {"bundle": "tiny", "data": "a test", "questions": len(QUESTIONS)})
-    saved = json.loads((tmp_path / "scores.json").read_text())
-    assert [row["f1"] for row in saved["scores"]] == [s.f1 for s in scores]
-    assert (tmp_path / "scores.md").read_text().count("\n") == len(scores) + 2
-    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
-    assert EXTRACTED not in table(scores)
