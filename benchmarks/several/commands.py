@@ -1,4 +1,4 @@
-"""The commands `several-data` and `several-trials`."""
+"""The commands `several-data`, `several-mix` and `several-trials`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,21 @@ def several_data(
     examples = [e for file in files for e in kept_out.without(read_jsonl(file, 4), file)]
     mixed = among_neighbors(examples, passages or [1, 1, 1, 2, 3, 4, 5, 6, 8], seed=0)
     print(f"{write_jsonl(output, mixed)} questions in {output}")
+
+
+@command("smollm2-135m runs/several/bundle --share 0.6", lab)
+def several_mix(
+    start: Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle that training started from.")],
+    trained: Annotated[str, typer.Argument(metavar="BUNDLE", help="The trained one.")],
+    share: Annotated[float, typer.Option(metavar="S", min=0, max=1, help="Weight of the trained one.")] = 0.6,
+    output: Annotated[str, typer.Option(metavar="DIR", help="Folder of the mixed bundle.")] = "mixed",
+) -> None:
+    """Average the weights of a bundle and of what was trained from it."""
+    from benchmarks.several.mix import mix
+    from ctx_compress_rag.bundle.bundle import Bundle
+
+    quiet_models()
+    mix(Bundle.from_pretrained(start), Bundle.from_pretrained(trained), share).save_pretrained(output, int8=True)
 
 
 @command("--train qa_train.jsonl.gz --dev qa_dev_nq.jsonl.gz --held-out qa_dev_xquad.jsonl.gz", lab)

@@ -55,10 +55,9 @@ class SeveralCollator(AnswerCollator):
         for number, passage in enumerate(passages):
             for part in turn.evidence:
                 if (start := passage.find(part)) >= 0:
-                    before, inside = (
-                        len(self.builder.passage_ids(passage[:end])) for end in (start, start + len(part))
-                    )
-                    return number, before, max(before, inside - 1)
+                    # Without the space before it, which belongs to the token of its first word.
+                    before = len(self.builder.passage_ids(passage[:start].rstrip()))
+                    return number, before, len(self.builder.passage_ids(passage[: start + len(part)])) - 1
         return None
 
 

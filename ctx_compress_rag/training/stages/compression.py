@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
@@ -55,8 +56,8 @@ class RatioStep(Strict):
 class CompressionRecipe(Recipe):
     """Train a compressor and its reader: the settings that all such stages share.
 
-    Starts from untrained weights for `decoder`, or from the `bundle` that an earlier stage made. A
-    `method` given with a bundle replaces the bundle's settings, and must fit its weights.
+    Starts from untrained weights for `decoder`, or from a `bundle`: one that an earlier stage made, or a shipped one's
+    name. A `method` given with a bundle replaces the bundle's settings, and must fit its weights.
 
     `fit_passages` first fits an untrained reader by least squares on that many of the data's passages, so that it
     maps a slot of one token to that token's embedding. It is ours, not a paper's, for readers with a map of two layers
@@ -91,6 +92,11 @@ class CompressionRecipe(Recipe):
     sources: list[SourceConfig] = Field(default=[])
     decoder_license: str | None = None
     limits: list[str] = Field(default=[])
+
+    @field_validator("bundle")
+    @classmethod
+    def _shipped(cls, bundle: Path | None) -> Path | None:
+        return SHIPPED.get(str(bundle), bundle)
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompressionRecipe:
