@@ -62,7 +62,6 @@ from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.checkpoint import steps_saved
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.objectives.reconstruction import passages_of
 from ctx_compress_rag.training.prompts import shares
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
@@ -448,8 +447,6 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
 def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
     """Tokens of the passages that a stage reads, a passage counting once for each example that holds it."""
     examples = load_examples(recipe)
-    if recipe.recites:
-        examples = passages_of(examples)
     lengths: dict[str, int] = {}
     total = 0
     for example in islice(cycle(examples), recipe.optim.items):

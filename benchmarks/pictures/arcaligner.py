@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pictures.axes import heat_map, layer_bars, width_of
+from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.plots import new_figure
 from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
@@ -71,7 +72,7 @@ def _read(bundle: Any, text: str, ratio: int) -> _Refined:
     builder = PromptBuilder(bundle.tokenizer)
     [(text, _)] = builder.shortened([text], bundle.config.max_tokens)
     [soft] = bundle.compress([text], ratio)
-    before, _ = builder.question(bundle.config.template, builder.HOLE, "").ids
+    before, *_ = builder.holed_prompt(Example((text,), (Turn("", ("",)),)), bundle.config.template).ids
     slots = bundle.embed(soft)
     prompt = torch.cat([bundle.backbone.embeddings(before.to(slots.device)), slots])[None]
     is_slot = torch.arange(prompt.shape[1], device=slots.device)[None] >= len(before)

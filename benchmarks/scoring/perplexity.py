@@ -23,7 +23,7 @@ from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PARAPHRASES
-from ctx_compress_rag.training.objectives.reconstruction import recited
+from ctx_compress_rag.training.examples import recited
 from ctx_compress_rag.training.prompts import PromptBuilder
 
 _TEMPLATE = PARAPHRASES[0]  # its answer is the passage

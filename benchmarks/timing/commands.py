@@ -107,7 +107,7 @@ def time_first_token(
 def time_training(
     text: Text, bundle: AnyBundle = str(BUNDLE), tokens: Tokens = 256, output: Output = "ctx-compress-bench"
 ) -> None:
-    """Time training steps: plain peft, against packed rows with merged weights and compiled layers."""
+    """Time training steps: plain peft, against packed rows and compiled layers."""
     from dataclasses import asdict
 
     from benchmarks.timing.training_speed import training_speed, training_table

@@ -78,7 +78,7 @@ def training_table(speed: TrainingSpeed) -> str:
     """The speeds as a Markdown table."""
     rows = {
         "tokens per second, plain peft": f"{speed.plain:.0f}",
-        "tokens per second, packed, merged and compiled": f"{speed.packed:.0f}",
+        "tokens per second, packed and compiled": f"{speed.packed:.0f}",
         "packed over plain (median of pairs)": f"{speed.factor:.2f}",
         "loss, plain and packed": f"{speed.plain_loss:.4f}, {speed.packed_loss:.4f}",
         "products in": speed.dtype,

@@ -18,7 +18,7 @@ from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.loop import Job
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.objectives.base import ExampleCollator
+from ctx_compress_rag.training.objective import ExampleCollator
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.stage import Stage, register
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, save_decoder

@@ -1,4 +1,4 @@
-"""Parts of recipes: texts, mixing of questions into prompts, validation, and data sources."""
+"""Parts of recipes: texts, mixing of questions into prompts, and data sources."""
 
 from __future__ import annotations
 
@@ -63,22 +63,6 @@ class PartData(Strict):
     start: int = Field(ge=0)
     examples: int = Field(gt=0)
     seed: int = 0
-
-
-class ValidationConfig(Strict):
-    """Questions to answer during training, for a curve of score against training tokens; never trained on.
-
-    Attributes:
-        file: a JSONL file of questions.
-        questions: how many to take, evenly spread over the file.
-        every: steps between two validations; there is also one after the last step.
-        ratios: ratios of the soft contexts, in stages that train a compressor.
-    """
-
-    file: Path
-    questions: int = Field(default=200, gt=1)
-    every: int = Field(gt=0)
-    ratios: list[int] = [4, 16]
 
 
 class SourceConfig(Strict):

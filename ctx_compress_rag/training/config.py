@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ctx_compress_rag.data.config import MixData, PartData, TextData, ValidationConfig
+from ctx_compress_rag.data.config import MixData, PartData, TextData
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 
@@ -60,9 +60,9 @@ class OptimConfig(Strict):
         muon_learning_rate: the rate of Muon, which then trains the matrices, and AdamW the rest: decoders as small as
             the demo's learn to answer in a fraction of the steps.
         warmup_ratio: share of the steps in which the rate rises from zero.
-        average: decay of an exponential moving average of the weights, which is then saved and validated instead of the
-            last weights; 0.99 averages about the last 100 steps. The weights of a single step are noisier, especially
-            with small batches and high learning rates.
+        average: decay of an exponential moving average of the weights, which is then saved instead of the last weights;
+            0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with small
+            batches and high learning rates.
         bf16: compute in bfloat16; ignored on a CPU without bfloat16 instructions.
         compile: compile the decoder layers, which share their code, for batches of any shape.
         checkpoint_layers: keep only the input of each decoder layer, and run the layer again in the backward pass: this
@@ -161,11 +161,12 @@ class Recipe(BaseRecipe):
 
     asks: ClassVar[bool] = True
     """Whether the stage needs questions."""
+    recites: ClassVar[bool] = False
+    """Whether the stage trains on passages only, each once, and ignores the questions."""
     repeats_texts: ClassVar[bool] = False
     """Whether the stage takes texts besides its questions."""
 
     data: DataConfig
-    validation: ValidationConfig | None = None
 
     @model_validator(mode="after")
     def _texts_ask_nothing(self) -> Recipe:

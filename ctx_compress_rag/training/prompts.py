@@ -99,19 +99,6 @@ class PromptBuilder:
         ids = answer_ids(self.tokenizer, answer) + ([] if end is None else [end])
         return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
 
-    def question(self, template: str, context: str, question: str) -> HoledPrompt:
-        """A prompt without answer that asks about `context`, text with a `HOLE` for each run of slots."""
-        asked = self._question(template, context, question) + self.answer_prefix
-        return HoledPrompt.without_answers(self._parts(asked))
-
-    def text_question(self, template: str, context: str, question: str) -> Prompt:
-        """A prompt without answer that asks about a text."""
-        return Prompt.of(*self._prompt_tokenizer.encode([self._question(template, context, question)]))
-
-    def _question(self, template: str, context: str, question: str) -> str:
-        as_text = self._prompt_tokenizer.as_text
-        return chat_text(self.tokenizer, messages(template, as_text(context), as_text(question)))
-
     def text_prompt(self, example: Example, template: str, passages: Sequence[str] | None = None) -> Prompt:
         """The example with its passages (or `passages` instead) as text."""
         context = PASSAGE_SEPARATOR.join(example.passages if passages is None else passages)
@@ -121,16 +108,10 @@ class PromptBuilder:
     def holed_prompt(self, example: Example, template: str, context: str | None = None) -> HoledPrompt:
         """The example with a hole for each passage, or with `context`, text with a `HOLE` for each run of slots."""
         if context is None:
-            context = self.holes(len(example.passages))
+            context = self.separator.join([self.HOLE] * len(example.passages))
         first, *later = self._turn_texts(example, template, context)
-        return self._with_answers(example, self._parts(first + self.answer_prefix), later)
-
-    def holes(self, count: int) -> str:
-        """The context of a prompt with a hole for each of `count` passages."""
-        return self.separator.join([self.HOLE] * count)
-
-    def _parts(self, text: str) -> list[Tensor]:
-        return self._prompt_tokenizer.encode(text.split(self.HOLE))
+        parts = (first + self.answer_prefix).split(self.HOLE)
+        return self._with_answers(example, self._prompt_tokenizer.encode(parts), later)
 
     def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> HoledPrompt:
         """All turns, from the tokens around the holes before the first answer and the texts before the others."""

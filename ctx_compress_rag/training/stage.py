@@ -27,8 +27,7 @@ STAGES: dict[str, Stage] = {}
 """The registered stages by name."""
 
 
-def register(stage: Stage) -> str:
-    """Register a stage under its recipe's literal `stage`, and return that name."""
+def register(stage: Stage) -> None:
+    """Register a stage under its recipe's literal `stage`."""
     [name] = get_args(stage.recipe.model_fields["stage"].annotation)
     STAGES[name] = stage
-    return str(name)

@@ -68,9 +68,9 @@ def test_training_leaves_out_held_out_questions_and_passages(tmp_path: Path, cap
         "here",
     )
     assert {e.passages for e in load_examples(recipe) if e.turns[0].question} == {(each["context"],) for each in good}
-    assert "train.jsonl: 2 of 62" in caplog.text and "text.txt: 1 of 2" in caplog.text
     [kept] = load_texts(recipe)
     assert "Panthers" not in kept.passages[0]
+    assert "train.jsonl: 2 of 62" in caplog.text and "text.txt: 1 of 2" in caplog.text
 
 
 def test_held_out_text_is_found_and_nothing_else() -> None:

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from helpers.adaptation import random_adapter
 from helpers.methods import COMPREXIT, SMALL_LORA
@@ -76,7 +75,6 @@ def save_decoder(folder: Path, tokenizer: Any) -> Path:
     model = save_tiny_llama(tokenizer, folder, tie_word_embeddings=False)
     random_adapter(model, 2, seed=0).save_pretrained(folder / "base")
     write_jsonl(folder / "data.jsonl", UNLIKE)
-    write_jsonl(folder / "validation.jsonl", world_examples("dev", 1, 4, max_turns=1, passages=(1,)))
     return folder
 
 

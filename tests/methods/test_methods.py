@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import decode, encode
 from ctx_compress_rag.training.engine.checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.engine.sharding import shard
-from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
-from ctx_compress_rag.training.stages.compression import OBJECTIVES, CompressionRecipe
+from ctx_compress_rag.training.stages.compression import CompressionRecipe
 from helpers.methods import IMPORTED, MATRIX, PASSAGES, trained
 from helpers.store import assert_same
 
@@ -208,11 +208,11 @@ Batch = dict[str, Any]
 def objective_and_batch(recipe: Any, bundle: Bundle) -> tuple[torch.nn.Module, Batch]:
     """A recipe's objective, and a batch of the same examples each time."""
     short = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
-    objective, collate = OBJECTIVES[short.stage](short, bundle)
+    examples = world_examples("train", 900, 4, max_turns=2, passages=(2,))
+    objective, collate, examples = short.objective(bundle, passages_of(examples) if recipe.recites else examples)
     objective.train()
     objective.ratios = [2, 4] if bundle.config.method.name == "ram" else [4]
-    examples = world_examples("train", 900, 4, max_turns=2, passages=(2,))
-    return objective, collate(passages_of(examples) if recipe.recites else examples)
+    return objective, collate(examples)
 
 
 def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
@@ -221,7 +221,7 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
     name, form = case
     stages = {recipe.stage: recipe for recipe in recipes(name).values()}  # type: ignore[attr-defined]
     for stage, recipe in stages.items():
-        if stage not in OBJECTIVES:  # packed rows: tests/training/test_packing.py
+        if recipe.packed:  # tests/training/test_packing.py
             continue
         bundle = make(name, form, seed=4)
         objective, batch = objective_and_batch(recipe, bundle)
@@ -241,7 +241,7 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
 @pytest.fixture
 def objective_of(case: tuple[str, str]) -> Callable[[Bundle], tuple[torch.nn.Module, Batch]]:
     """The objective of a method's first recipe, and a batch of the same examples each time."""
-    first = next(recipe for recipe in recipes(case[0]).values() if cast(Any, recipe).stage in OBJECTIVES)
+    first = next(recipe for recipe in recipes(case[0]).values() if not recipe.packed)
     return partial(objective_and_batch, first)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from safetensors.torch import load_file
 
 from ctx_compress_rag import Bundle, RatioError, SoftContextStore, TransformersDecoder
+from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.decoder import Sampling
 from ctx_compress_rag.decoding.export import export
 from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
-from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.store.codec import decode, encode
 from ctx_compress_rag.store.marker import Marker
@@ -167,13 +166,13 @@ def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) ->
 
     config, texts = bundle.config, TEXTS["prompts"]["several"]
     builder = PromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)
-    holed = builder.question(config.template, builder.holes(len(texts)), TEXTS["question"])
-    made: Callable[..., Prompt] = holed.filled
+    holed = builder.holed_prompt(Example(tuple(texts), (Turn(TEXTS["question"], ("",)),)), config.template)
     with SoftContextStore(tmp_path, bundle) as store:
         slots = [bundle.embed(soft) for soft in store.fetch(markers_of(store, texts))]
         chat = prompt_of(config.template, mark(store, texts), TEXTS["question"])
         [prompt] = TransformersDecoder(bundle, store).prepare([chat])
-    assert torch.equal(made(slots).ids(), prompt.ids())
+    trained = holed.filled(slots)
+    assert torch.equal(trained.ids()[~trained.answers], prompt.ids())
 
 
 def markers_of(store: SoftContextStore, texts: list[str]) -> Any:

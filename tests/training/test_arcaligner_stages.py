@@ -229,21 +229,6 @@ def opened(stages: Path) -> Bundle:
     return bundle
 
 
-def test_a_store_of_sentence_vectors_is_read_with_loops(stages: Path, tmp_path: Path) -> None:
-    bundle = opened(stages)
-    passages = ["Orla keeps a goat. Orla is old. She came by sea.", "Bo is young.", "Ada has a boat. It leaks."]
-    with SoftContextStore(tmp_path, bundle) as store:
-        markers = store.markers(store.ensure(passages), store.base_ratio)
-        decoder = TransformersDecoder(bundle, store, batch_size=4)
-        asked = [f"{marker}\n\nQuestion: who is old?" for marker in markers]
-        together = decoder.generate(asked, Sampling(max_new_tokens=6))
-        with bundle.reader.record_loops() as loops:
-            alone = [decoder.generate([prompt], Sampling(max_new_tokens=6))[0] for prompt in asked]
-    assert [made.text for made in alone] == [made.text for made in together]
-    assert [made.slots for made in alone] == [3, 1, 2]
-    assert all(int((record >= 0).sum()) == 2 for record in loops.values())
-
-
 # Pictures
 
 

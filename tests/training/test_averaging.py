@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from ctx_compress_rag.training.engine.averaging import WeightAverage
 from ctx_compress_rag.training.run import run_recipe
 from helpers.training import killed, write_recipe
 
@@ -42,14 +40,3 @@ def test_the_average_is_saved_also_after_an_interruption(decoder: Path, tmp_path
             mean = 0.6 * mean + 0.4 * weights[name]
         moved = (after[-1][name] - mean).abs().max()
         assert (averaged[name] - mean).abs().max() < 0.02 * moved, name
-
-
-def test_validation_sees_the_average_and_training_continues_without_it() -> None:
-    layer = torch.nn.Linear(1, 1, bias=False)
-    average = WeightAverage(layer, 0.9)
-    for value in (2.0, 4.0, 9.0):
-        layer.weight.data.fill_(value)
-        average.update()
-    with average.in_place():
-        assert layer.weight.item() == pytest.approx(5.0)
-    assert layer.weight.item() == 9.0

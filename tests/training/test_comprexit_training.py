@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,12 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import Tokenized
-from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
-from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.stages.answer import LikelihoodLoss
+from ctx_compress_rag.training.stages.next_token import NextTokenCollator
 from helpers.comprexit import SMALL, TEXTS, comprexit_bundle
-from helpers.training import losses, write_recipe
+from helpers.training import write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -102,29 +101,6 @@ def test_a_reader_is_fitted_on_texts_that_spell_control_tokens(tmp_path: Path, m
 def test_other_readers_are_not_fitted(make: Callable[..., Bundle], tmp_path: Path, change: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         run_recipe(fitting_recipe(tmp_path, make(), **change))
-
-
-def test_both_stages_run_from_recipe_to_bundle(decoder: Path, tmp_path: Path) -> None:
-    """Next token, then answers from the first stage's bundle; each stage trains and the decoder stays."""
-    after = {"name": "answer", "decoder": None, "method": None, "bundle": str(tmp_path / "next" / "bundle")}
-    write_recipe(decoder, "comprexit", tmp_path / "next", {"steps": 2}, name="next")
-    write_recipe(decoder, "answer", tmp_path / "answer", {"steps": 2}, **after)
-    made = []
-    for name in ("next", "answer"):
-        assert run_recipe(tmp_path / f"{name}.yaml") == tmp_path / name
-        curve = losses(tmp_path / name)
-        assert len(curve) == 2 and all(math.isfinite(loss) and loss > 0 for loss in curve)
-        made.append(Bundle.from_pretrained(tmp_path / name / "bundle", device="cpu"))
-    first, second = made
-    assert second.config.method == first.config.method and second.config.name == "answer"
-    changed = [
-        name
-        for name, p in second.compressor.named_parameters()
-        if not torch.equal(p, first.compressor.get_parameter(name))
-    ]
-    assert changed
-    decoder = first.backbone.own_state()
-    assert all(torch.equal(value, decoder[name]) for name, value in second.backbone.own_state().items())
 
 
 @pytest.mark.parametrize(("name", "stage"), [("next_token", "next_token"), ("answer", "answer")])

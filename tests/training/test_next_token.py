@@ -10,58 +10,26 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.training.objectives.next_token import NextTokenCollator
+from ctx_compress_rag.training.stages.next_token import NextTokenCollator
 from helpers import architectures
 
 TEXT = "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast."
 
 
-def words(number: int) -> str:
-    return " ".join(f"word{i}" for i in range(number))
-
-
-def test_next_token_rows(tiny_tokenizer: Any) -> None:
-    """A text's beginning fills the hole, and what follows it is predicted."""
-    collate = NextTokenCollator(tiny_tokenizer, 40, 10)
-    examples = [
-        Example((words(200),), (Turn("What?", ("x",)),)),  # longer than both together
-        Example(("Pellmouth is a town.", "Kormoor lies on the river Halen."), (Turn("What?", ("x",)),)),
-    ]
-    batch = collate(examples)
-    assert batch["prompts"].passages == [[0], [1]]
-    sizes = []
-    for example, row, text, ids, mask in zip(
-        examples,
-        batch["prompts"].prompts,
-        batch["passages"].texts,
-        batch["passages"].input_ids,
-        batch["passages"].attention_mask,
-        strict=True,
-    ):
-        whole = tiny_tokenizer("\n\n".join(example.passages), add_special_tokens=False)["input_ids"]
-        context, (before, continuation) = ids[mask.bool()].tolist(), row.ids
-        assert context + continuation.tolist() == whole[: len(context) + len(continuation)]
-        assert tiny_tokenizer.decode(context) == text
-        assert before.tolist() == [] and [a.tolist() for a in row.answers] == [[], [True] * len(continuation)]
-        sizes.append((len(context), len(continuation), len(whole)))
-    assert sizes[0][:2] == (40, 10) and sizes[0][2] > 50
-    context_size, continuation_size, whole_size = sizes[1]
-    assert context_size + continuation_size == whole_size < 50  # nothing of a short text is left out
-    assert context_size == whole_size * 40 // 50
-
-
 @given(length=st.integers(2, 90), context=st.integers(1, 60), continuation=st.integers(1, 60))
 @settings(deadline=None, max_examples=60)
 def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continuation: int) -> None:
+    """A text's beginning is compressed, and what follows it is predicted; of a short text nothing is left out."""
     text = tiny_tokenizer.decode([(37 * i) % 500 + 20 for i in range(length)])
-    whole = len(tiny_tokenizer(text, add_special_tokens=False)["input_ids"])
-    batch = NextTokenCollator(tiny_tokenizer, context, continuation)([Example((text,), (Turn("", ("",)),))])
-    [row] = batch["prompts"].prompts
-    first, second = int(batch["passages"].attention_mask.sum()), len(row.ids[1])
-    assert 1 <= first <= context and second >= 1
-    assert first + second == min(whole, context + continuation)
-    if whole >= context + continuation:
-        assert (first, second) == (context, continuation)
+    whole = tiny_tokenizer(f"Pell.\n\n{text}", add_special_tokens=False)["input_ids"]
+    batch = NextTokenCollator(tiny_tokenizer, context, continuation)([Example(("Pell.", text), (Turn("", ("",)),))])
+    [row], [beginning] = batch["prompts"].prompts, batch["passages"].input_ids.tolist()
+    before, rest = row.ids
+    assert beginning + rest.tolist() == whole[: context + continuation]
+    assert batch["passages"].texts == [tiny_tokenizer.decode(beginning)]
+    assert before.tolist() == [] and [a.tolist() for a in row.answers] == [[], [True] * len(rest)]
+    wanted = len(beginning + rest.tolist()) * context // (context + continuation)
+    assert len(beginning) == max(1, wanted) and len(rest) >= 1
 
 
 def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.text.templates import PARAPHRASES
-from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
-from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator, passages_of
+from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.stages.answer import LikelihoodLoss
+from ctx_compress_rag.training.stages.reconstruction import ReconstructionCollator
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
 from helpers.sentences import DIM, save_encoder, sentence_bundle
-from helpers.training import losses, settings_of, write_recipe
+from helpers.training import settings_of
 
 PASSAGES = [
     "Orla Reedwen keeps a goat. She lives in Kormoor.",
@@ -168,38 +167,6 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(bundles: dict[str, Any], me
 def test_a_blank_passage_has_no_perplexity(tiny_bundle: Any) -> None:
     with pytest.raises(ConfigError, match="blank"):
         reconstruction_perplexity(tiny_bundle, [" "], [4], progress=False)
-
-
-# From recipe to table
-
-
-@pytest.fixture(scope="module")
-def run(decoder: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an encoder, data and the recipes of stages I and II, both run."""
-    folder = tmp_path_factory.mktemp("run")
-    encoder = save_encoder(folder / "encoder", tiny_tokenizer)
-    examples = [Example((f"{name} keeps a goat. {name} is old.",), (Turn(f"What does {name} keep?", ("a goat",)),))
-                for name in ("Orla", "Ada", "Bo", "Cy", "Di", "Ed")]  # fmt: skip
-    write_jsonl(folder / "data.jsonl", examples)
-    data = {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64}
-    common = {"base_ratio": 8, "ratios": [8], "data": data}
-    first = {"method": {"name": "sentence_slots", "encoder": str(encoder), "encoder_dim": DIM}}
-    second = {"decoder": None, "method": None, "bundle": str(folder / "reconstruction" / "bundle")}
-    optim = {"steps": 4, "batch_size": 6, "learning_rate": 3e-3}
-    for stage, changes in (("reconstruction", first), ("answer", second)):
-        run_recipe(write_recipe(decoder, stage, folder / stage, optim, **common, **changes))
-    return folder
-
-
-def test_two_stages_train_the_same_projector(run: Path) -> None:
-    curve = losses(run / "reconstruction")
-    assert len(curve) == 4 and curve[-1] < curve[0]  # all data in each step
-    one, two = (Bundle.from_pretrained(run / stage / "bundle") for stage in ("reconstruction", "answer"))
-    soft = one.compress(PASSAGES)
-    assert all(torch.equal(a.slots, b.slots) for a, b in zip(soft, two.compress(PASSAGES), strict=True))
-    assert one.fingerprint != two.fingerprint
-    moved = (one.embed(soft[0]) - two.embed(soft[0])).abs().mean() / one.embed(soft[0]).abs().mean()
-    assert 1e-3 < float(moved) < 1.3  # it went on from stage I: new weights would be 1.4 away
 
 
 @pytest.mark.parametrize("paraphrases", [["No place."], ["{context} twice {context}"], []])

@@ -23,16 +23,13 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli.shared import quiet_models
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.evaluation.harness import evaluate
-from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.text.templates import TEMPLATES
-from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
-from ctx_compress_rag.training.objectives.likelihood import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.stages.distillation import DistillationCollator, DistillationLoss, with_repeats
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
 from helpers.models import draw_lora, widen
@@ -219,13 +216,14 @@ def test_curriculum_is_the_same_at_every_call() -> None:
     assert any(16 in recipe.ratios_at(s) for s in range(recipe.optim.steps))
 
 
-def test_sharding_refuses_ratios_drawn_for_each_example() -> None:
+def test_sharding_refuses_what_makes_processes_differ() -> None:
     recipe = yaml.safe_load((RECIPES / "demo" / "mean_pooling.yaml").read_text())
     recipe["optim"] |= {"shard": True, "muon_learning_rate": None}
-    parse_recipe(recipe, "test")
-    recipe["curriculum"] = [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]
-    with pytest.raises(ConfigError, match="each: example"):
-        parse_recipe(recipe, "test")
+    parse_recipe(recipe | {"reconstruction_weight": 0.0}, "test")
+    curriculum = [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]
+    for named, change in (("each: example", {"curriculum": curriculum}), ("reconstruction_weight", {})):
+        with pytest.raises(ConfigError, match=named):
+            parse_recipe(recipe | change, "test")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +237,11 @@ def test_sharding_refuses_ratios_drawn_for_each_example() -> None:
             "mean_pooling/teacher",
             {"optim": {"learning_rate": 1e-5}},
             "final_learning_rate 2e-05 must be below",
+        ),
+        (
+            "mean_pooling/teacher",
+            {"optim": {"learning_rate": 1e-5, "final_learning_rate": 1e-5, "schedule": "linear"}},
+            "final_learning_rate",
         ),
         ("mean_pooling/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
         ("mean_pooling/teacher", {"seed": -1}, "seed"),
@@ -291,30 +294,13 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: P
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path)
 
 
-def test_bundle_stores_its_template_and_answer_length(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its template and longest answer are what it is scored with."""
+def test_bundle_stores_its_template_and_answer_length(decoder: Path, tmp_path: Path) -> None:
     data = {"files": [str(decoder / "data.jsonl")], "max_answer_tokens": 7}
     data["templates"] = ["Refer to {context}. {question}", TEMPLATES[0]]
     bundle = Bundle.from_pretrained(
         run_recipe(write_recipe(decoder, "distillation", tmp_path / "run", {"steps": 1}, data=data)) / "bundle"
     )
     assert (bundle.config.template, bundle.config.answer_tokens) == (data["templates"][0], 7)
-    asked: list[tuple[str, int]] = []
-    generate = TransformersDecoder.generate
-
-    def noted(self: Any, prompts: Any, sampling: Any, **rest: Any) -> Any:
-        asked.extend((chat[-1]["content"], sampling.max_new_tokens) for chat in prompts)
-        return generate(self, prompts, sampling, **rest)
-
-    monkeypatch.setattr(TransformersDecoder, "generate", noted)
-    questions = [Question(("Orla keeps a goat.",), "Which pet?", ("a goat",))] * 2
-    evaluate(bundle, questions, (4,), progress=False)
-    assert ("Refer to Orla keeps a goat.. Which pet?", 7) in asked and {longest for _, longest in asked} == {7}
-    asked.clear()
-    evaluate(bundle, questions, (4,), template="{context} {question}", max_new_tokens=3, progress=False)
-    assert ("Orla keeps a goat. Which pet?", 3) in asked and {longest for _, longest in asked} == {3}
 
 
 def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:

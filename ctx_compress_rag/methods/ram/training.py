@@ -21,10 +21,10 @@ from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_run
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.batch_mean import BatchMean
-from ctx_compress_rag.training.engine.loop import Collate
-from ctx_compress_rag.training.objectives.base import ExampleCollator, PromptBatch, SlotObjective
+from ctx_compress_rag.training.objective import ExampleCollator, PromptBatch, SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, builder_of, register_objective
+from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
 
 class RamRecipe(CompressionRecipe):
@@ -49,6 +49,12 @@ class RamRecipe(CompressionRecipe):
     def slot_ratios(self) -> list[int]:
         """The segments' length alone: `ratios` apply to prompts."""
         return [self.base_ratio]
+
+    def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
+        """The loss, what feeds it, and on what."""
+        data, builder = self.data, self.builder(bundle)
+        collate = RamCollator(builder, data.templates, data.max_context_tokens, self.seed, bundle.config.base_ratio)
+        return RamLoss(bundle, builder, self.temperature, self.contrastive), collate, examples
 
 
 @dataclass(frozen=True)
@@ -198,13 +204,4 @@ def _positives(passage: Segments, turn: Turn) -> list[bool]:
     return passage.holding([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])
 
 
-def objective(recipe: RamRecipe, bundle: Bundle) -> tuple[RamLoss, Collate]:
-    """The loss and what feeds it."""
-    data, builder = recipe.data, builder_of(recipe, bundle)
-    return (
-        RamLoss(bundle, builder, recipe.temperature, recipe.contrastive),
-        RamCollator(builder, data.templates, data.max_context_tokens, recipe.seed, bundle.config.base_ratio),
-    )
-
-
-register_objective(RamRecipe, objective)
+register(Stage(RamRecipe, start))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -36,21 +33,10 @@ class WeightAverage:
         self._average.update_parameters(self._weights)
 
     @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange the model's weights with the averages."""
+    def apply(self) -> None:
+        """Give the model the averages."""
         for weight, average in zip(self._weights, self._average.parameters(), strict=True):
-            own = weight.clone()
             weight.copy_(average)
-            average.copy_(own)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the context, the model has the averages."""
-        self.swap()
-        try:
-            yield
-        finally:
-            self.swap()
 
     def state(self) -> dict[str, Tensor]:
         """The averages by the parameters' names, and their `count`; values copied into them restore it."""

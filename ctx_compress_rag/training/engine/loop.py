@@ -40,16 +40,14 @@ from ctx_compress_rag.training.engine.processes import (
     summed,
     training_device,
 )
-from ctx_compress_rag.training.engine.sharding import shard, unsharded
+from ctx_compress_rag.training.engine.sharding import shard
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
-from ctx_compress_rag.training.engine.throughput import Meter
+from ctx_compress_rag.training.engine.throughput import speed_report, tokens_of
 
 logger = logging.getLogger(__name__)
 
 StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
-Validate = Callable[[], dict[str, Any]]
-"""Returns scores of the model in training, by name."""
 
 
 class Examples(Protocol):
@@ -71,8 +69,6 @@ class Job:
         save: writes the result; called with the report.
         about: further entries of the report.
         on_step: called before each step with the step's number.
-        validate: called every `validate_every` steps and after the last; the report has its scores.
-        validate_every: steps between two validations.
         layers: the decoder layers that the model runs, for `checkpoint_layers` and `shard` of the optimization.
         micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimization.
     """
@@ -83,8 +79,6 @@ class Job:
     save: Callable[[dict[str, Any]], None]
     about: Mapping[str, Any] = field(default_factory=dict)
     on_step: StepHook | None = None
-    validate: Validate | None = None
-    validate_every: int = 1
     layers: Sequence[nn.Module] = ()
     micro_batch_size: int | None = None
 
@@ -97,8 +91,7 @@ def train(
     Checkpoints go to `output/checkpoints`; an interrupted run resumes from the last one with the same data order,
     learning rate and random state. Writes `loss.json` and `loss.png`. `deadline` is in seconds of `time.monotonic`.
 
-    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, scores of the validations, and
-        the job's `about`.
+    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
 
     Raises:
         ConfigError: the batch size cannot be divided among the processes, or the checkpoint does not fit.
@@ -124,16 +117,20 @@ def train(
     bf16 = (optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters())
     autocast = torch.autocast(device, torch.bfloat16, enabled=bf16)
 
-    meter, history, validations = Meter(optim.steps), list[dict[str, Any]](), list[dict[str, Any]]()
-    losses = list[float]()
+    history, losses = list[dict[str, Any]](), list[float]()
+    tokens = 0  # of this process
     checkpoint = last_checkpoint(output, optim.steps) if resume else None
     first = step_of(checkpoint) if checkpoint else 0
     micro_batches = _micro_batches(job, optim, micro, first)  # before random states are restored, since it draws one
     if checkpoint:
         logger.info("resuming from %s", checkpoint)
         progress = load_checkpoint(checkpoint, model, optimizers, average)
-        history, validations = progress["history"], progress["validations"]
-        meter.tokens, began = progress["tokens"] // process_count(), began - progress["seconds"]
+        history = progress["history"]
+        tokens, began = progress["tokens"] // process_count(), began - progress["seconds"]
+
+    def so_far() -> dict[str, Any]:
+        # As if all processes had read as many tokens as this one.
+        return {"tokens": tokens * process_count(), "seconds": round(time.monotonic() - began, 2)}
 
     step = first
     bar = tqdm(total=optim.steps, initial=first, disable=not is_main_process(), unit="step")
@@ -142,7 +139,8 @@ def train(
             job.on_step(step - 1)
         rate = set_learning_rate(optimizers, optim, step - 1)
         batches = [next(micro_batches) for _ in range(optim.batch_size // (micro * process_count()))]
-        loss = _backward(parallel, batches, autocast, meter, step)
+        tokens += sum(map(tokens_of, batches))
+        loss = _backward(parallel, batches, autocast)
         late = deadline is not None and time.monotonic() >= deadline
         # One process's NaN or deadline is that of all: a process that continued alone would wait for the others.
         total, late_processes = summed(torch.stack((loss, loss.new_tensor(float(late))))).tolist()
@@ -159,19 +157,16 @@ def train(
         last = step == optim.steps
         stops = last or late_processes > 0
         if step % optim.log_every == 0 or stops:
-            row = {"step": step, **meter.progress(began)}
+            row = {"step": step, **so_far()}
             row |= {"loss": sum(losses) / len(losses), "learning_rate": rate, "grad_norm": float(norm)}
             history.append(row)
             losses.clear()
             bar.set_postfix(loss=f"{row['loss']:.4g}", refresh=False)
         bar.update()
-        if job.validate and (step % job.validate_every == 0 or last):
-            scores = _validate(model, job.validate, average, autocast)
-            validations.append({"step": step, **meter.progress(began), **scores})
         if step % optim.save_every == 0 or stops:
             if summed(loss.new_tensor(float(not all_finite(model)))):
                 raise _diverged(output, f"weights are NaN or infinite after step {step}")
-            progress = {"step": step, **meter.progress(began), "history": history, "validations": validations}
+            progress = {"step": step, **so_far(), "history": history}
             save_checkpoint(output, model, optimizers, average, progress)
         if stops:
             break
@@ -183,19 +178,17 @@ def train(
     if step < optim.steps:
         raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
     if average:
-        average.swap()
-    report = {
+        average.apply()
+    return {
         "steps": optim.steps,
-        "seconds": meter.progress(began)["seconds"],
+        "seconds": so_far()["seconds"],
         "resumed": checkpoint is not None,
-        **meter.report(history),
-        "validations": validations,
+        **speed_report(history),
         "final_loss": history[-1]["loss"] if history else None,
         "trained_parameters": sum(p.numel() for p in parameters),
         "seed": seed,
         **job.about,
     }
-    return report
 
 
 def _micro_batch_size(job: Job, optim: OptimConfig) -> int:
@@ -219,7 +212,7 @@ def _micro_batches(job: Job, optim: OptimConfig, size: int, first: int) -> Itera
     return iter(DataLoader(examples, batch_sampler=numbers, num_workers=optim.workers, collate_fn=job.collate))
 
 
-def _backward(model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any, meter: Meter, step: int) -> Tensor:
+def _backward(model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any) -> Tensor:
     """Add a step's gradients; returns its loss, whose mean over the processes is the whole batch's."""
     whole = model.module if isinstance(model, DistributedDataParallel) else model
     device = next(whole.parameters()).device
@@ -235,23 +228,12 @@ def _backward(model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any
     for number, batch in enumerate(batches):
         last = number == len(batches) - 1
         alone = nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
-        with alone, meter.counting(batch, None if number else step):
+        with alone:
             with autocast:
                 loss = model(**batch, **items)["loss"] * scale
             loss.backward()
         total += loss.detach()
     return total
-
-
-def _validate(model: nn.Module, validate: Validate, average: WeightAverage | None, autocast: Any) -> dict[str, Any]:
-    model.eval()
-    # Prompts differ in length: compiled layers would be compiled again for each.
-    eager = torch.compiler.set_stance("force_eager")
-    averaged = average.in_place() if average else nullcontext()
-    with torch.no_grad(), eager, unsharded(model), averaged, autocast:
-        scores = validate()
-    model.train()
-    return scores
 
 
 def _diverged(output: Path, what: str) -> TrainingError:

@@ -1,4 +1,4 @@
-"""Packing: sequences of different lengths in rows of one length, so that a batch needs little padding.
+"""Packing: sequences of different lengths in rows of one length, so that a batch needs little padding; and their loss.
 
 Rows of one shape also suit compiled layers, which are compiled again for each new shape.
 """
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from ctx_compress_rag.errors import ConfigError
 
 PADDING = -1
 
@@ -150,3 +153,43 @@ def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
     """The single item as the batch: the data makes whole batches, so micro-batches hold one item."""
     (batch,) = items
     return {"batch": batch}
+
+
+def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
+    """Cross-entropy of packed prompts' targets, each kind's mean with the same share.
+
+    Args:
+        model: a causal LM.
+        rows: the prompts.
+        inputs: what its trunk reads of them: `input_ids` or `inputs_embeds`.
+
+    Raises:
+        ConfigError: no prompt has a target.
+    """
+    wanted = rows.targets[:, 1:]
+    if not wanted.any():
+        raise ConfigError("no prompt of a batch fits into `packing`: give it a greater length or more rows")
+    dtype = model.get_input_embeddings().weight.dtype
+    hidden = model.base_model(
+        **inputs, attention_mask=rows.mask(True, dtype), position_ids=rows.positions, use_cache=False
+    ).last_hidden_state
+    losses = F.cross_entropy(
+        head_logits(model, hidden[:, :-1][wanted]), rows.input_ids[:, 1:][wanted], reduction="none"
+    )
+    kinds = rows.kinds[:, 1:][wanted]
+    return torch.stack([losses[kinds == kind].mean() for kind in kinds.unique()]).mean()
+
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """The logits that a causal LM gives for its trunk's final hidden states at chosen positions, in float32.
+
+    Shape: (positions, dim) -> (positions, vocabulary)
+    """
+    head = model.get_output_embeddings()
+    logits = F.linear(hidden, head.weight, head.bias).float()
+    config = model.config.get_text_config()
+    if scaling := getattr(config, "logits_scaling", None):  # Granite
+        logits = logits / scaling
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits

@@ -8,13 +8,12 @@ last checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -39,19 +38,6 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], device: str) -> None:
             setattr(module, name, new.get(p, p))
     kept = {p for p in model.parameters() if isinstance(p, DTensor) or not p.requires_grad}
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=kept)
-
-
-@contextmanager
-def unsharded(model: nn.Module) -> Iterator[None]:
-    """Within the context, weights outside the layers are whole, as they are during a training step."""
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    model.unshard()
-    try:
-        yield
-    finally:
-        model.reshard()
 
 
 def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

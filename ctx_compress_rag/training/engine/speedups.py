@@ -1,4 +1,4 @@
-"""Faster training of adapters on a frozen decoder: compiled layers, merged LoRA, weights in bfloat16."""
+"""Faster training of adapters on a frozen decoder: compiled layers, weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.training.config import OptimConfig
-from ctx_compress_rag.training.engine.merged_lora import merge_lora
 from ctx_compress_rag.training.engine.torch_internals import compile_for_all, cpu_has_bfloat16
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,6 @@ def compile_layers(model: Any, dynamic: bool = False) -> None:
     the backward pass of transformers' fused attention is slower there.
     """
     compile_for_all()
-    merge_lora(model)
     if model.device.type == "cpu":
         model.set_attn_implementation("eager")
     for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):

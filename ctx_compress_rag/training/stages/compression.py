@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,17 +27,18 @@ from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.checkpointing import layers_of
-from ctx_compress_rag.training.engine.loop import Collate, Examples, Job, StepHook
+from ctx_compress_rag.training.engine.loop import Collate, Examples, Job
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.engine.speedups import make_fast
-from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.objectives.base import SlotObjective
-from ctx_compress_rag.training.objectives.reconstruction import passages_of
+from ctx_compress_rag.training.examples import load_examples, passages_of
+from ctx_compress_rag.training.objective import SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.stage import Stage, register
-from ctx_compress_rag.training.validation import validate_slots
 
 logger = logging.getLogger(__name__)
+
+
+Objective = tuple[SlotObjective, Collate, Examples]
+"""A loss, the collator that feeds it, and the examples for the collator."""
 
 
 class RatioStep(Strict):
@@ -71,8 +71,8 @@ class CompressionRecipe(Recipe):
     learn to read slots if they start at coarse ratios.
     """
 
-    recites: ClassVar[bool] = False
-    """Whether the stage trains on passages only, each once, and ignores the questions."""
+    packed: ClassVar[bool] = False
+    """Whether the stage's examples are whole batches of packed rows, all of one shape."""
 
     name: str
     reads: str = "general text"
@@ -138,56 +138,30 @@ class CompressionRecipe(Recipe):
             return current.ratios
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
 
+    def builder(self, bundle: Bundle) -> PromptBuilder:
+        """Renders the recipe's prompts."""
+        config = bundle.config
+        return PromptBuilder(bundle.tokenizer, self.data.max_answer_tokens, config.separator, config.answer_prefix)
 
-Objective = Callable[[Any, Bundle], tuple[SlotObjective, Collate]]
-"""Makes the loss and the collator from a recipe and the bundle to train."""
-
-Arrange = Callable[[Any, list[Example]], Examples]
-"""Prepares a recipe's examples for the collator: as many, in the same order."""
-
-OBJECTIVES: dict[str, Objective] = {}
-"""The objectives by stage."""
-
-
-def register_objective(recipe: type[CompressionRecipe], objective: Objective, arrange: Arrange | None = None) -> None:
-    """Register a stage that trains a bundle under its recipe's literal `stage`.
-
-    Args:
-        recipe: the class of its recipes.
-        objective: what it minimizes.
-        arrange: prepares the examples before they are divided into micro-batches; None: not needed.
-    """
-    OBJECTIVES[register(Stage(recipe, partial(start, arrange=arrange)))] = objective
+    def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
+        """What a stage minimizes for a bundle, and on what; each stage has its own."""
+        raise NotImplementedError
 
 
-def start(recipe: CompressionRecipe, arrange: Arrange | None = None) -> Job:
-    """Make the job that trains a bundle on the recipe's examples."""
+def start(recipe: CompressionRecipe) -> Job:
+    """Make the job that trains a bundle and saves it; its report includes those of earlier stages."""
     examples = load_examples(recipe)
-    if recipe.recites:
-        examples = passages_of(examples)
     bundle = start_bundle(recipe, examples)
-    objective, collate = OBJECTIVES[recipe.stage](recipe, bundle)
+    objective, collate, arranged = recipe.objective(bundle, examples)
     objective.seed = recipe.seed
-    make_fast(bundle.backbone.model, recipe.optim, dynamic=True, saved=bundle.config.decoder is None)
+    saved = bundle.config.decoder is None
+    make_fast(bundle.backbone.model, recipe.optim, dynamic=not recipe.packed, saved=saved)
 
     def choose_ratios(step: int) -> None:
         part = recipe.curriculum_at(step)
         objective.step, objective.ratios = step, recipe.ratios_at(step)
         objective.sample = part.sample if part.each == "example" else None
 
-    arranged = arrange(recipe, examples) if arrange else examples
-    return bundle_job(recipe, bundle, objective, arranged, collate, choose_ratios)
-
-
-def bundle_job(
-    recipe: CompressionRecipe,
-    bundle: Bundle,
-    objective: SlotObjective,
-    examples: Examples,
-    collate: Collate,
-    on_step: StepHook | None = None,
-) -> Job:
-    """Make a job that trains a bundle and saves it; its report includes those of earlier stages."""
     earlier = {"earlier": bundle.report} if bundle.report else {}
 
     def save(report: dict[str, Any]) -> None:
@@ -196,14 +170,13 @@ def bundle_job(
 
     return Job(
         objective,
-        examples,
+        arranged,
         collate,
         save,
         about=earlier,
-        on_step=on_step,
-        validate=validate_slots(bundle, recipe.validation) if recipe.validation else None,
-        validate_every=recipe.validation.every if recipe.validation else 1,
+        on_step=choose_ratios,
         layers=layers_of(bundle),
+        micro_batch_size=1 if recipe.packed else None,
     )
 
 
@@ -274,9 +247,3 @@ def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
             targets += [part.mean(0) for part in tokens.split(soft.token_counts.tolist())]
     slots = torch.cat([soft.slots for soft in softs]).to(bundle.backbone.device)
     bundle.reader.fit(slots, torch.stack(targets))
-
-
-def builder_of(recipe: CompressionRecipe, bundle: Bundle) -> PromptBuilder:
-    """Renders the recipe's prompts."""
-    config = bundle.config
-    return PromptBuilder(bundle.tokenizer, recipe.data.max_answer_tokens, config.separator, config.answer_prefix)

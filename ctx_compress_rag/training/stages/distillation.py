@@ -1,41 +1,164 @@
-"""Stage distillation: slots read as the teacher reads the full text (Simple Context Compression)."""
+"""Stage distillation: slots read as the teacher reads the text (Simple Context Compression, section 4.2)."""
 
 from __future__ import annotations
 
-from typing import Literal
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.training.engine.loop import Collate, Examples
-from ctx_compress_rag.training.objectives.distillation import DistillationCollator, DistillationLoss, with_repeats
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, builder_of, register_objective
+from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.methods.base.compressor import PassageBatch
+from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.training.engine.batch_mean import BatchMean
+from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
+from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.stages.answer import AnswerCollator
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
+
+REPEAT = "Repeat the text."
 
 
 class DistillationRecipe(CompressionRecipe):
-    """Distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6)."""
+    """Distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6).
+
+    Attributes:
+        reconstruction_weight: weight of the next-token loss of passages repeated from their slots; not in the paper.
+        repeat_per_batch: how many passages of a batch to repeat, if they have a weight.
+    """
 
     stage: Literal["distillation"]
     reconstruction_weight: float = Field(default=0.0, ge=0)
     repeat_per_batch: int = Field(default=8, gt=0)
 
+    @model_validator(mode="after")
+    def _passes_are_the_same(self) -> DistillationRecipe:
+        if self.optim.shard and self.reconstruction_weight:
+            raise ValueError(
+                "shard needs all processes to make the same passes, but one of them may have no passage to repeat: "
+                "leave out shard or reconstruction_weight"
+            )
+        return self
 
-def objective(recipe: DistillationRecipe, bundle: Bundle) -> tuple[DistillationLoss, Collate]:
-    """The loss and what feeds it."""
-    data, builder = recipe.data, builder_of(recipe, bundle)
-    same_passes = bool(recipe.reconstruction_weight and recipe.optim.shard)
-    return (
-        DistillationLoss(bundle, recipe.reconstruction_weight),
-        DistillationCollator(builder, data.templates, data.max_context_tokens, recipe.seed, same_passes=same_passes),
-    )
+    def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
+        """The loss, what feeds it, and on what: the examples, with the passages that they also repeat."""
+        data, builder = self.data, self.builder(bundle)
+        loss = DistillationLoss(bundle, self.reconstruction_weight)
+        collate = DistillationCollator(builder, data.templates, data.max_context_tokens, self.seed)
+        if self.reconstruction_weight:
+            examples = with_repeats(examples, self.optim.batch_size, self.repeat_per_batch, self.seed)
+        return loss, collate, examples
 
 
-def arrange(recipe: DistillationRecipe, examples: list[Example]) -> Examples:
-    """The examples, with the passages that they also repeat."""
-    if not recipe.reconstruction_weight:
-        return examples
-    return with_repeats(examples, recipe.optim.batch_size, recipe.repeat_per_batch, recipe.seed)
+class DistillationLoss(SlotObjective, BatchMean):
+    """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
+
+    Args:
+        bundle: the bundle to train. Its decoder, reading plain text, is the teacher.
+        reconstruction_weight: weight of the next-token loss of passages repeated from their slots;
+            not in the paper; 0 leaves it out.
+    """
+
+    def __init__(self, bundle: Bundle, reconstruction_weight: float = 0.0) -> None:
+        super().__init__(bundle)
+        self.reconstruction_weight = reconstruction_weight
+
+    def items(self, text_prompts: list[Prompt], repeats: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
+        """Numbers of examples and of tokens of repeated passages: (2,)."""
+        return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
+
+    def forward(  # type: ignore[override]
+        self,
+        passages: PassageBatch,
+        text_prompts: list[Prompt],
+        prompts: PromptBatch,
+        repeats: PromptBatch,
+        num_items_in_batch: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The loss of a batch.
+
+        Args:
+            passages: the batch's passages.
+            text_prompts: each example with its passages as text, for the teacher.
+            prompts: each example with holes for its passages.
+            repeats: prompts whose answer is a passage's own text.
+            num_items_in_batch: what `items` returns, for the whole batch; None: for this one.
+        """
+        if num_items_in_batch is None:
+            num_items_in_batch = self.items(text_prompts, repeats)
+        examples, repeated_tokens = num_items_in_batch
+        targets = self.teacher_log_probs(text_prompts)
+        loss = torch.zeros((), device=self.bundle.backbone.device)
+        drawn, repeated_at = self.drawn(prompts.prompts), self.drawn(repeats.prompts)
+        for ratio, batch in self.compress(passages, drawn | repeated_at).items():
+            if own := drawn.get(ratio):
+                logits, _ = self.answer_logits(prompts.only(own), batch)
+                loss = loss + self.divergence(logits, targets, own) / examples
+            if self.reconstruction_weight and (own := repeated_at.get(ratio)):
+                logits, answers = self.answer_logits(repeats.only(own), batch)
+                repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
+                loss = loss + self.reconstruction_weight * repeated
+        return {"loss": loss}
 
 
-register_objective(DistillationRecipe, objective, arrange)
+@dataclass(frozen=True)
+class RepeatingExample(Example):
+    """An example of which some passages are also repeated from their slots."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
+    """Draw passages of each batch to repeat, and add each to the batch's first example that has it.
+
+    They are drawn for whole batches, so that micro-batches and processes change nothing.
+
+    Args:
+        examples: the examples in training order.
+        batch_size: number of examples in a step.
+        repeat: how many passages of a batch to repeat; all, if it has fewer.
+        seed: for the draws.
+    """
+    made = []
+    for begin in range(0, len(examples), batch_size):
+        batch = examples[begin : begin + batch_size]
+        first: dict[str, int] = {}
+        for number, example in enumerate(batch):
+            for passage in example.passages:
+                first.setdefault(passage, number)
+        rng = random.Random(f"{seed}:{batch[0].turns[0].question}")
+        drawn = rng.sample(list(first), min(repeat, len(first)))
+        for number, example in enumerate(batch):
+            own = tuple(passage for passage in drawn if first[passage] == number)
+            made.append(RepeatingExample(example.passages, example.turns, own))
+    return made
+
+
+@dataclass
+class DistillationCollator(AnswerCollator):
+    """Examples -> the arguments of `DistillationLoss`; a `RepeatingExample` says what to repeat."""
+
+    with_text: bool = True
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        batch = super().__call__(examples)
+        texts = batch["passages"].texts
+        repeated: list[int] = []
+        for example, places in zip(examples, batch["prompts"].passages, strict=True):
+            if isinstance(example, RepeatingExample):
+                place_of = dict(zip(example.passages, places, strict=True))
+                repeated += [place_of[passage] for passage in example.repeated]
+        repeats = [self._repeat(texts[place]) for place in repeated]
+        return batch | {"repeats": PromptBatch(repeats, [[place] for place in repeated])}
+
+    def _repeat(self, text: str) -> HoledPrompt:
+        return self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
+
+
+register(Stage(DistillationRecipe, start))

@@ -1,18 +1,20 @@
-"""Stage reconstruction: passages said again from their slots (ArcAligner's stage I)."""
+"""Stage reconstruction: passages said again from their slots (ArcAligner, section 3.5, stage I; xRAG's pretraining)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.templates import PARAPHRASES
-from ctx_compress_rag.training.engine.loop import Collate
-from ctx_compress_rag.training.objectives.likelihood import LikelihoodLoss
-from ctx_compress_rag.training.objectives.reconstruction import ReconstructionCollator
+from ctx_compress_rag.training.examples import recited
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, register_objective
+from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
 
 class ReconstructionRecipe(CompressionRecipe):
@@ -37,12 +39,23 @@ class ReconstructionRecipe(CompressionRecipe):
                 raise ValueError(f"a paraphrase needs exactly one {{context}}: {template!r}")
         return self
 
+    def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
+        """The loss, what feeds it, and on what."""
+        longest = self.data.max_context_tokens
+        builder = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
+        return LikelihoodLoss(bundle), ReconstructionCollator(builder, self.paraphrases, longest, self.seed), examples
 
-def objective(recipe: ReconstructionRecipe, bundle: Bundle) -> tuple[LikelihoodLoss, Collate]:
-    """The loss and what feeds it."""
-    longest = recipe.data.max_context_tokens
-    builder = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
-    return LikelihoodLoss(bundle), ReconstructionCollator(builder, recipe.paraphrases, longest, recipe.seed)
+
+class ReconstructionCollator(AnswerCollator):
+    """Examples of one passage each -> the arguments of `LikelihoodLoss`: the passage itself is the answer.
+
+    The builder limits the answer's length; a prompt is drawn for each passage.
+    """
+
+    def asked(self, example: Example, texts: Sequence[str]) -> Example:
+        """The shortened passage, to be reconstructed."""
+        [text] = texts
+        return recited(text)
 
 
-register_objective(ReconstructionRecipe, objective)
+register(Stage(ReconstructionRecipe, start))

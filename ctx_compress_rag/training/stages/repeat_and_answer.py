@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -23,15 +23,12 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_id
 from ctx_compress_rag.training.config import PackingConfig, check_packed
-from ctx_compress_rag.training.engine.head import packed_loss
-from ctx_compress_rag.training.engine.loop import Job
-from ctx_compress_rag.training.engine.packing import PackedSlots, Packer, collate_packed
-from ctx_compress_rag.training.engine.speedups import make_fast
-from ctx_compress_rag.training.examples import load_examples, load_texts
-from ctx_compress_rag.training.objectives.base import SlotObjective
+from ctx_compress_rag.training.engine.packing import PackedSlots, Packer, collate_packed, packed_loss
+from ctx_compress_rag.training.examples import load_texts
+from ctx_compress_rag.training.objective import SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.stage import Stage, register
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, bundle_job, start_bundle
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
 ANSWER, REPEAT = 0, 1
 
@@ -65,7 +62,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
         repeat: the share of a batch's sequences that repeat a passage, for each part of the training.
     """
 
-    repeats_texts = True
+    repeats_texts = packed = True
     stage: Literal["repeat_and_answer"]
     window: int = Field(default=384, gt=0)
     packing: PackingConfig = PackingConfig()
@@ -83,6 +80,14 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
     def repeat_share_at(self, step: int) -> float:
         """The share of repeated passages at a step."""
         return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0]).share
+
+    def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
+        """The loss, what feeds it, and on what."""
+        texts = list(dict.fromkeys(passage for example in examples for passage in example.passages))
+        texts += [row.passages[0] for row in load_texts(self)]
+        random.Random(self.seed).shuffle(texts)
+        builder = PromptBuilder(bundle.tokenizer, max(self.data.max_answer_tokens, LONGEST + 1))
+        return PackedSlotLoss(bundle), collate_packed, PackedSlotData(builder, examples, texts, self)
 
 
 @runtime_checkable
@@ -239,27 +244,6 @@ class _Filling:
             self.slots.append(self.slot_count + tokens // ratio)
             self.slot_count += -(-len(passage) // ratio)
         return True
-
-
-def start(recipe: RepeatAndAnswerRecipe) -> Job:
-    """Make the job that trains a bundle on the recipe's questions, their passages and its texts."""
-    questions = recipe.data.model_copy(update={"texts": []})
-    examples = load_examples(recipe.model_copy(update={"data": questions}))
-    texts = _texts(recipe, examples)
-    bundle = start_bundle(recipe, examples)
-    loss = PackedSlotLoss(bundle)
-    make_fast(bundle.backbone.model, recipe.optim, saved=bundle.config.decoder is None)
-    builder = PromptBuilder(bundle.tokenizer, max(recipe.data.max_answer_tokens, LONGEST + 1))
-    job = bundle_job(recipe, bundle, loss, PackedSlotData(builder, examples, texts, recipe), collate_packed)
-    return replace(job, micro_batch_size=1)
-
-
-def _texts(recipe: RepeatAndAnswerRecipe, examples: list[Example]) -> list[str]:
-    """The passages to repeat: those of the questions and the rows of the texts, checked for held-out ones."""
-    passages = list(dict.fromkeys(passage for example in examples for passage in example.passages))
-    passages += [row.passages[0] for row in load_texts(recipe)]
-    random.Random(recipe.seed).shuffle(passages)
-    return passages
 
 
 register(Stage(RepeatAndAnswerRecipe, start))

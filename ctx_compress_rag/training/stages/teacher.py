@@ -24,16 +24,14 @@ from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed
 from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.engine.checkpointing import layers_in
-from ctx_compress_rag.training.engine.head import packed_loss
 from ctx_compress_rag.training.engine.loop import Collate, Job
-from ctx_compress_rag.training.engine.packing import PackedRows, Packer, collate_packed
+from ctx_compress_rag.training.engine.packing import PackedRows, Packer, collate_packed, packed_loss
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.objectives.base import ExampleCollator
+from ctx_compress_rag.training.objective import ExampleCollator
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.stage import Stage, register
-from ctx_compress_rag.training.validation import validate_text
 
 
 class TeacherRecipe(Recipe):
@@ -219,19 +217,8 @@ def start(recipe: TeacherRecipe) -> Job:
         else:
             save_decoder(decoder, tokenizer, recipe.output)
 
-    validation = recipe.validation
-    return Job(
-        model,
-        examples,
-        collate,
-        save,
-        validate=validate_text(decoder, tokenizer, validation, data.templates[0], data.max_answer_tokens)
-        if validation
-        else None,
-        validate_every=validation.every if validation else 1,
-        layers=layers_in([decoder]),
-        micro_batch_size=1 if recipe.packing else None,
-    )
+    micro = 1 if recipe.packing else None
+    return Job(model, examples, collate, save, layers=layers_in([decoder]), micro_batch_size=micro)
 
 
 register(Stage(TeacherRecipe, start))

@@ -1,1 +1,0 @@
-"""Objectives: what the stages of training minimize, each with the collator that feeds it."""
