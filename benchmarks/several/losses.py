@@ -18,8 +18,8 @@ from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch
 from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.objectives.base import PromptBatch, SlotObjective
-from ctx_compress_rag.training.objectives.likelihood import AnswerCollator
+from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
+from ctx_compress_rag.training.stages.answer import AnswerCollator
 
 HEADS = ((23, 2), (21, 2), (23, 8), (23, 0), (25, 1))
 """(layer, head) of the shipped reader that look most at the sentence of the answer; chosen on training questions."""
