@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,10 +73,20 @@ class Answering(StoppingCriteria):
             for prompt in prompts
         ]
         self._recorder = Recorder(tokenizer, sampling.top_logprobs, len(prompts)) if sampling.logprobs else None
-        noting = [] if self._recorder is None else [self._recorder]
-        settings = own_processors(own, self.end_ids, model.device)
-        chosen = choosers(sampling, tokenizer, self.end_ids, prompts, self.limits)
-        self.processors = LogitsProcessorList([*noting, *settings, *chosen])
+        self.processors = LogitsProcessorList([] if self._recorder is None else [self._recorder])
+        self.processors += own_processors(own, self.end_ids, model.device)
+        if sampling.json_schema is not None:
+            self.processors.append(JsonProcessor(sampling.json_schema, tokenizer, self.end_ids, len(prompts)))
+        if sampling.extractive:
+            quotables = [prompt.quotable for prompt in prompts if prompt.quotable is not None]
+            self.processors.append(QuoteProcessor(quotables, self.end_ids, self.limits))
+        if sampling.temperature >= _COLDEST:
+            self.processors.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self.processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                self.processors.append(TopPLogitsWarper(sampling.top_p))
+            self.processors.append(_GumbelNoise(sampling.seed, len(prompts)))
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._on_text = on_text
@@ -122,37 +132,6 @@ class Answering(StoppingCriteria):
         text = text.rstrip("\ufffd")  # bytes of a character whose other bytes are still to come
         held = (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
         return len(text) - max(held, default=0)
-
-
-def choosers(
-    sampling: Sampling, tokenizer: Any, ends: Collection[int], prompts: Sequence[Prompt], limits: Sequence[int]
-) -> LogitsProcessorList:
-    """The logits processors that a sampling asks for, after which the likeliest token is the one to take.
-
-    Args:
-        sampling: how tokens are chosen.
-        tokenizer: the decoder's.
-        ends: tokens that end an answer.
-        prompts: what each row answers.
-        limits: most new tokens of each row.
-
-    Raises:
-        ConfigError: the JSON schema cannot be enforced.
-    """
-    processors = LogitsProcessorList()
-    if sampling.json_schema is not None:
-        processors.append(JsonProcessor(sampling.json_schema, tokenizer, ends, len(prompts)))
-    if sampling.extractive:
-        processors.append(QuoteProcessor([p.quotable for p in prompts if p.quotable is not None], ends, limits))
-    if sampling.temperature < _COLDEST:
-        return processors
-    processors.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k:
-        processors.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    processors.append(_GumbelNoise(sampling.seed, len(prompts)))
-    return processors
 
 
 class _GumbelNoise(LogitsProcessor):

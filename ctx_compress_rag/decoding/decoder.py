@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Self, TypeVar, cast
 
@@ -44,6 +43,7 @@ __all__ = ["BATCH_SIZE", "Generation", "Message", "Sampling", "TransformersDecod
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Pieces = SimpleQueue[str | Generation | BaseException]
 
 _GREEDY = Sampling()
 BATCH_SIZE = 8
@@ -122,22 +122,14 @@ class TransformersDecoder:
         if not self._shares:
             prepared = self.prepare(prompts, extractive=sampling.extractive)
             return in_batches(prepared, self.batch_size, lambda batch: self.run([prepared[i] for i in batch], sampling))
-        ended: SimpleQueue[tuple[int, str | Generation | BaseException]] = SimpleQueue()
         with Sharing.of(self.bundle.backbone).reading():
             prepared = self.prepare(prompts, extractive=sampling.extractive)
-            puts = [partial(_put_numbered, ended, number) for number in range(len(prepared))]
-            cancel = self.begin(prepared, sampling, puts, stream=False)
-        answers: dict[int, Generation] = {}
+            queues = [Pieces() for _ in prepared]
+            cancel = self.begin(prepared, sampling, [queue.put for queue in queues], stream=False)
         try:
-            while len(answers) < len(prepared):
-                number, answer = ended.get()
-                if isinstance(answer, BaseException):
-                    raise answer
-                if isinstance(answer, Generation):
-                    answers[number] = answer
+            return [piece for queue in queues for piece in _received(queue) if isinstance(piece, Generation)]
         finally:
             cancel()
-        return [answers[number] for number in range(len(prepared))]
 
     @property
     def _shares(self) -> bool:
@@ -393,26 +385,16 @@ class TransformersDecoder:
             DecoderMemoryError: as `generate`.
         """
         try:
-            return self._run(prompts, sampling, change or self.change, on_text, canceled)
+            batch = splice(self.bundle.backbone.embeddings, prompts)
+            with torch.no_grad(), opened(self.bundle, prompts[0].soft, batch.slot_mask, change or self.change) as model:
+                if canceled():
+                    return []
+                return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, canceled)
         except (RuntimeError, MemoryError) as error:
             short = memory_error(error, prompts)
             if short is None:
                 raise
         raise short
-
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        change: Change,
-        on_text: Callable[[str], object] | None,
-        canceled: Callable[[], bool],
-    ) -> list[Generation]:
-        batch = splice(self.bundle.backbone.embeddings, prompts)
-        with torch.no_grad(), opened(self.bundle, prompts[0].soft, batch.slot_mask, change) as model:
-            if canceled():
-                return []
-            return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, canceled)
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], stream: bool = True
@@ -454,17 +436,18 @@ class TransformersDecoder:
             raise CtxCompressError(
                 "this thread holds the decoder, for example in soft_decoder(): stream outside that context"
             )
-        queue: SimpleQueue[str | Generation | BaseException] = SimpleQueue()
+        queue = Pieces()
         cancel = self.begin([prompt], sampling, [queue.put])
         try:
-            while isinstance(piece := queue.get(), str):
-                yield piece
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
+            yield from _received(queue)
         finally:
             cancel()
 
 
-def _put_numbered(ended: SimpleQueue[tuple[int, T]], number: int, answer: T) -> None:
-    ended.put((number, answer))
+def _received(queue: Pieces) -> Iterator[str | Generation]:
+    """An answer piece by piece, as another thread puts them; raises the error that ended it."""
+    while isinstance(piece := queue.get(), str):
+        yield piece
+    if isinstance(piece, BaseException):
+        raise piece
+    yield piece

@@ -22,40 +22,28 @@ from transformers import (
 
 from ctx_compress_rag.errors import ConfigError
 
-_NEUTRAL: dict[str, Any] = {
+# With the value of each that changes nothing, besides None.
+_APPLIED: dict[str, Any] = {
+    "sequence_bias": [],
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
+    "bad_words_ids": [],
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "stop_strings": [],
+}
+_REFUSED: dict[str, Any] = {
     "encoder_repetition_penalty": 1.0,
     "encoder_no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "num_beams": 1,
     "guidance_scale": 1.0,
+    "min_length": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "watermarking_config": None,
+    "num_beams": 1,
 }
-_APPLIED = (
-    "sequence_bias",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_new_tokens",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "stop_strings",
-)
-_REFUSED = (
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "guidance_scale",
-    "min_length",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "force_words_ids",
-    "constraints",
-    "watermarking_config",
-    "penalty_alpha",
-    "num_beams",
-)
 
 
 def own_settings(config: Any) -> dict[str, Any]:
@@ -64,13 +52,17 @@ def own_settings(config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: it asks for something that cannot be done here.
     """
-    for name in _REFUSED:
-        if (value := _given(config, name)) is not None:
-            raise ConfigError(
-                f"the decoder's generation_config has {name}={value!r}, which is not supported: give "
-                "decoder_settings=False to leave its settings out"
-            )
-    return {name: value for name in _APPLIED if (value := _given(config, name)) is not None}
+    for name, value in _given(config, _REFUSED).items():
+        raise ConfigError(
+            f"the decoder's generation_config has {name}={value!r}, which is not supported: give "
+            "decoder_settings=False to leave its settings out"
+        )
+    return _given(config, _APPLIED)
+
+
+def _given(config: Any, neutral: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: getattr(config, name, None) for name in neutral}
+    return {name: value for name, value in values.items() if value is not None and value != neutral[name]}
 
 
 def own_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
@@ -91,9 +83,3 @@ def own_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -
         "begin_suppress_tokens": lambda ids: SuppressTokensAtBeginLogitsProcessor(ids, 0, device=str(device)),
     }
     return [made[name](value) for name, value in own.items()]
-
-
-def _given(config: Any, name: str) -> Any:
-    """A setting's value; None if it is absent or changes nothing."""
-    value = getattr(config, name, None)
-    return None if value is None or value == _NEUTRAL.get(name) or value == [] else value

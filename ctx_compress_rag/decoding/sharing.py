@@ -8,7 +8,6 @@ token ids only), has logits processors and a seed for each prompt, can cancel on
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import threading
 import time
@@ -137,8 +136,7 @@ class Rows:
                 # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
                 # The mask hides what is outside a window.
                 cache: Any = DynamicCache()
-                last = {"logits_to_keep": 1} if _keeps(model) else {}
-                out = model(**batch.model_inputs(), past_key_values=cache, use_cache=True, **last)
+                out = model(**batch.model_inputs(), past_key_values=cache, use_cache=True, logits_to_keep=1)
             self._merge(cache, batch.attention_mask)
             self.rows += new
             self._take(out.logits[:, -1], len(self.rows) - len(new))
@@ -216,10 +214,6 @@ class Rows:
             cut_cache(self._cache, slice(rows), -own)
             raise
         self._mask = merged
-
-
-def _keeps(model: Any) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 class Sharing:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from ctx_compress_rag.decoding.answering import Answering, choosers
+from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
@@ -130,12 +130,12 @@ def test_a_seed_makes_sampling_reproducible(decoder: TransformersDecoder, prompt
     )
 
 
-def test_samples_follow_the_distribution() -> None:
+def test_samples_follow_the_distribution(bundle: Any) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]])
     draws = 1500
 
     def frequencies(sampling: Sampling) -> torch.Tensor:
-        processors = choosers(sampling, None, (), [Prompt.of()], [1])
+        processors = answering(bundle, sampling).processors
         drawn = Counter(int(processors(torch.zeros(1, 0).long(), logits.clone()).argmax()) for _ in range(draws))
         return torch.tensor([drawn[token] / draws for token in range(5)])
 
@@ -150,9 +150,9 @@ def test_samples_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-7, 1e-38, 1e-45, 1e-300])
-def test_the_colder_the_likelier_and_never_another_token(temperature: float) -> None:
+def test_the_colder_the_likelier_and_never_another_token(bundle: Any, temperature: float) -> None:
     """Divided by the temperature, the likelier logits would all be infinite, and the first of them taken."""
-    processors = choosers(Sampling(temperature=temperature, seed=0), None, (), [Prompt.of()], [1])
+    processors = answering(bundle, Sampling(temperature=temperature, seed=0)).processors
     logits = torch.tensor([[-3.0, 25.0, 40.0, 39.9]])
     assert all(int(processors(torch.zeros(1, 0).long(), logits.clone()).argmax()) == 2 for _ in range(20))
 
