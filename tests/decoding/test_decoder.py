@@ -6,31 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import CtxCompressError
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import QUESTION, in_thread, wait_for
-
-NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
-
-
-def by_hand(decoder: TransformersDecoder, pieces: list[Any], new_tokens: int) -> str:
-    """Greedy decoding by whole forward passes, without cache, batch, or padding."""
-    bundle = decoder.bundle
-    tokenizer = bundle.tokenizer
-    embed = bundle.backbone.embeddings
-    parts = [p if torch.is_tensor(p) else embed(torch.tensor(p, dtype=torch.long)) for p in pieces]
-    ids: list[int] = []
-    soft = any(torch.is_tensor(p) for p in pieces)
-    with torch.no_grad(), bundle.soft_decoder(NO_SLOTS) if soft else bundle.text_decoder() as model:
-        for _ in range(new_tokens):
-            inputs = torch.cat([*parts, embed(torch.tensor(ids, dtype=torch.long))]).unsqueeze(0)
-            ids.append(int(model(inputs_embeds=inputs, use_cache=False).logits[0, -1].argmax()))
-            if ids[-1] == tokenizer.eos_token_id:
-                break
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def test_a_batch_answers_as_each_prompt_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
@@ -40,25 +20,6 @@ def test_a_batch_answers_as_each_prompt_alone(decoder: TransformersDecoder, prom
     assert [answer.slots > 0 for answer in together] == [True, False, True, True, False, True]
     assert len({answer.text for answer in together}) == len(prompts)
     assert decoder.generate([]) == []
-
-
-def test_answers_equal_decoding_by_hand(decoder: TransformersDecoder, store: SoftContextStore) -> None:
-    tokenizer = decoder.bundle.tokenizer
-    slots = []
-    for id, ratio in (("a", 4), ("c", 16)):
-        [soft] = store.get([id])
-        assert soft is not None
-        slots.append(decoder.bundle.embed(decoder.bundle.at_ratio(soft, ratio)))
-    prompt = f"{store.marker('a', 4)}{store.marker('c', 16)} {QUESTION}"
-    question = tokenizer(f" {QUESTION}", add_special_tokens=False)["input_ids"]
-    [answer] = decoder.generate([prompt], Sampling(max_new_tokens=10))
-    assert answer.text == by_hand(decoder, [*slots, question], 10)
-    assert answer.slots == sum(len(s) for s in slots)
-    assert answer.prompt_tokens == answer.slots + len(question)
-
-    [plain] = decoder.generate([QUESTION], Sampling(max_new_tokens=10))
-    assert plain.text == by_hand(decoder, [tokenizer(QUESTION)["input_ids"]], 10)
-    assert (plain.slots, plain.prompt_tokens) == (0, len(tokenizer(QUESTION)["input_ids"]))
 
 
 def test_passages_of_a_batch_are_fetched_in_one_call(
@@ -84,13 +45,6 @@ def test_a_stream_gives_the_same_text_in_pieces(decoder: TransformersDecoder, pr
     assert len(pieces) > 3 and all(isinstance(piece, str) and piece for piece in pieces)
 
 
-def test_a_stream_that_nobody_reads_blocks_nobody(decoder: TransformersDecoder) -> None:
-    stream = decoder.stream(QUESTION, Sampling(max_new_tokens=30))
-    next(stream)
-    in_thread(lambda: decoder.generate([QUESTION], Sampling(max_new_tokens=2)))
-    assert isinstance(list(stream)[-1], Generation)
-
-
 def test_the_consumer_may_generate_between_pieces_and_change_threads(decoder: TransformersDecoder) -> None:
     def consume() -> tuple[str, str]:
         stream = decoder.stream(QUESTION, Sampling(max_new_tokens=8))
@@ -104,16 +58,14 @@ def test_the_consumer_may_generate_between_pieces_and_change_threads(decoder: Tr
     assert text == nested
 
 
-def test_streaming_while_holding_the_decoder_is_refused(decoder: TransformersDecoder) -> None:
-    def consume() -> None:
-        with (
-            decoder.bundle.soft_decoder(NO_SLOTS),
-            pytest.raises(CtxCompressError, match="this thread holds the decoder"),
-        ):
-            next(decoder.stream(QUESTION))
+def test_a_thread_that_holds_the_decoder_may_generate_but_not_stream(decoder: TransformersDecoder) -> None:
+    def consume() -> list[Generation]:
+        with decoder.bundle.text_decoder():
+            with pytest.raises(CtxCompressError, match="this thread holds the decoder"):
+                next(decoder.stream(QUESTION))
+            return decoder.generate([QUESTION], Sampling(max_new_tokens=4))
 
-    in_thread(consume)
-    assert in_thread(lambda: decoder.generate([QUESTION], Sampling(max_new_tokens=1)))
+    assert in_thread(consume) == decoder.generate([QUESTION], Sampling(max_new_tokens=4))
 
 
 def test_an_error_while_streaming_reaches_the_consumer(

@@ -133,14 +133,6 @@ def test_answers_quote_passages_that_the_prompt_has_as_slots(decoder: Transforme
         assert not any(is_quotation(free.text.strip(), text) for text in texts)
 
 
-def test_a_passage_whose_slots_are_gone_is_quoted_from_its_text(bundle: Any, store: SoftContextStore) -> None:
-    lenient = TransformersDecoder(bundle, store, on_unreadable="text")
-    marker = store.marker("a", ratio=4)
-    gone = marker[:-3] + "]]"
-    [answer] = lenient.generate([[{"role": "user", "content": f"Nothing {gone}"}]], EXTRACTIVE)
-    assert answer.slots == 0 and answer.text.strip() in f"Nothing {gone}"
-
-
 def test_a_damaged_text_is_not_quoted_and_its_slots_are_read(
     bundle: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,8 +158,3 @@ def test_quoting_from_very_much_is_refused(
     with pytest.raises(ConfigError, match="prompt 0 and its passages have .* quotes from 50 at most"):
         decoder.generate(prompts[:1], EXTRACTIVE)
     assert decoder.generate(prompts[:1], Sampling(max_new_tokens=1))
-
-
-def test_json_is_no_quotation() -> None:
-    with pytest.raises(ConfigError, match="an extractive answer cannot be JSON"):
-        Sampling(extractive=True, json_schema='{"type": "object"}')

@@ -161,23 +161,16 @@ def test_the_colder_the_likelier_and_never_another_token(bundle: Any, temperatur
     ("values", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"temperature": -1.0}, r"temperature=-1.0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"top_p": 0.0}, r"top_p=0.0"),
-        ({"top_p": 1.5}, r"top_p=1.5"),
-        ({"top_k": -1}, "top_k=-1"),
-        ({"stop": "end"}, "stop='end': Input should be a valid tuple"),
-        ({"stop": b"end"}, "stop=b'end'"),
-        ({"stop": ("",)}, "at least 1 character"),
-        ({"stop": iter(["end", ""])}, "at least 1 character"),
-        ({"stop": 5}, "stop=5"),
-        ({"stop": [5]}, "stop="),
-        ({"seed": "a"}, "seed='a'"),
-        ({"seed": 2**70}, "seed=1180591620717411303424"),
-        ({"seed": 1.5}, "seed=1.5"),
         ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": "warm"}, "temperature='warm'"),
-        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"stop": "end"}, "stop='end'"),
+        ({"stop": iter(["end", ""])}, "at least 1 character"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"top_logprobs": 2}, "top_logprobs=2"),
+        ({"extractive": True, "json_schema": '{"type": "object"}'}, "extractive .* JSON"),
     ],
 )
 def test_impossible_sampling_is_refused(values: dict[str, Any], message: str) -> None:
@@ -189,6 +182,5 @@ def test_numbers_may_be_written_as_people_do(decoder: TransformersDecoder) -> No
     written = Sampling("12", 1, 1, "5", ["END"], 3.0)  # type: ignore[arg-type]
     plain = Sampling(12, 1.0, 1.0, 5, ("END",), 3)
     assert written == plain and type(written.temperature) is float and hash(written) == hash(plain)
-    assert decoder.generate([QUESTION], written) == decoder.generate([QUESTION], plain)
     assert decoder.generate([QUESTION], Sampling(4, 1, seed=2**64 - 1))
     assert TransformersDecoder(decoder.bundle, batch_size="2").batch_size == 2  # type: ignore[arg-type]

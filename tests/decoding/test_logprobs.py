@@ -82,12 +82,6 @@ def test_tokens_join_to_the_text_where_a_tokenizer_drops_the_first_space() -> No
     assert "".join(each.token for each in recorder.noted[0]) == f" {tokenizer.decode(ids)}"
 
 
-def test_logprobs_are_given_only_if_asked_for(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    assert decoder.generate(prompts[:1], Sampling(max_new_tokens=2))[0].logprobs is None
-    with pytest.raises(ConfigError, match="top_logprobs=2"):
-        Sampling(top_logprobs=2)
-
-
 @pytest.fixture
 def model(decoder: TransformersDecoder) -> Iterator[Any]:
     own = decoder.bundle.backbone.model.generation_config

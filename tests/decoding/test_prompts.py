@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+import time
 from typing import Any
 
 import chromadb
@@ -44,7 +43,6 @@ def test_markers_count_as_their_slots(decoder: TransformersDecoder, store: SoftC
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "prompt 1 is empty"),
         (" \n", "prompt 1 is empty"),
         ([], "prompt 1 is empty"),
         ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": " "}], "prompt 1 is empty"),
@@ -52,7 +50,6 @@ def test_markers_count_as_their_slots(decoder: TransformersDecoder, store: SoftC
         ({"role": "user", "content": "hi"}, "prompt 1: a message needs"),
         ([{"role": "user", "content": ["hi"]}], "prompt 1: a message needs"),
         (None, "prompt 1 is a NoneType"),
-        (5, "prompt 1 is a int"),
     ],
 )
 def test_unusable_prompts_are_refused(decoder: TransformersDecoder, prompt: Any, message: str) -> None:
@@ -75,25 +72,19 @@ def test_half_a_character_is_read_as_a_replacement(decoder: TransformersDecoder)
     assert decoder.bundle.compress(["bees \udc1d fly"])[0].n_slots > 0
 
 
-def test_a_prompt_far_beyond_the_window_is_not_even_tokenized(
-    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: Any) -> Any:
-        raise AssertionError("tokenized")
-
-    monkeypatch.setattr(decoder, "_tokenizer", SimpleNamespace(as_text=never, encode=never))
+def test_a_prompt_far_beyond_the_window_is_not_even_tokenized(decoder: TransformersDecoder) -> None:
     question = "why? " * 4_000_000
+    began = time.process_time()
     for prompt in (question, [{"role": "system", "content": question}, {"role": "user", "content": "Well?"}]):
         with pytest.raises(ConfigError, match=r"prompt 0 has 20\d{6} characters.*window of 1024"):
             decoder.generate([prompt])
+    assert time.process_time() - began < 1  # tokenized, each takes 20 s
 
 
 @pytest.mark.parametrize(
     "template",
     [
         "{{ messages[-1].content }}",  # no system message, where the context is
-        "",
-        "{% for m in messages %}{{ m.role }}{% endfor %}",
         "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
     ],
 )
@@ -101,7 +92,7 @@ def test_a_chat_template_that_drops_the_context_is_named(
     store: SoftContextStore, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = TransformersDecoder(store.bundle, store)  # type: ignore[arg-type]
-    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template or "{#empty#}")
+    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
     first = {"role": "user", "content": "Hello."}
     for context in (store.marker("c", 4), "The bees are on the roof."):
         chat = [{"role": "system", "content": context}, first, {"role": "assistant", "content": "Hi."}, first]
@@ -109,15 +100,10 @@ def test_a_chat_template_that_drops_the_context_is_named(
             decoder.generate([chat])
 
 
-def test_a_chat_template_that_fails_is_named(decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", "{{ range(10 ** 9) | list }}")
-    with pytest.raises(ConfigError, match="the decoder's chat template .*too big"):
-        decoder.prepare([[{"role": "user", "content": "Who hums?"}]])
-
-
 @pytest.mark.parametrize(
     "template",
     [
+        "{{ range(10 ** 9) | list }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
@@ -129,7 +115,7 @@ def test_a_chat_template_that_does_not_end_is_stopped(
     decoder: TransformersDecoder, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
-    with pytest.raises(ConfigError, match="chat template .*does not end"):
+    with pytest.raises(ConfigError, match="chat template .*(does not end|too big)"):
         decoder.prepare([[{"role": "user", "content": "Who hums?"}]])
 
 
@@ -199,28 +185,19 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     store.delete(["e"])
 
 
-def test_markers_of_others_stay_text(
-    decoder: TransformersDecoder, store: SoftContextStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    foreign = store.marker("a", 4, scope="someone else")
+def test_markers_of_others_stay_text(bundle: Any, store: SoftContextStore, caplog: pytest.LogCaptureFixture) -> None:
+    prompt = f"{store.marker('a', 4, scope='someone else')} {QUESTION}"
     with pytest.raises(UnreadableMarkerError, match="not made with this key for scope 'default'"):
-        decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
+        TransformersDecoder(bundle, store).generate([prompt])
     assert not caplog.records
-    decoder = TransformersDecoder(decoder.bundle, store, on_unreadable="text")
-    [answer] = decoder.generate([f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4))
-    tokenizer = decoder.bundle.tokenizer
-    assert (answer.slots, answer.prompt_tokens) == (0, len(tokenizer(f"{foreign} {QUESTION}")["input_ids"]))
+    answers = TransformersDecoder(bundle, store, on_unreadable="text").generate([prompt], Sampling(max_new_tokens=4))
     assert "left as literal text" in caplog.text
-    [without_store] = TransformersDecoder(decoder.bundle).generate(
-        [f"{foreign} {QUESTION}"], Sampling(max_new_tokens=4)
-    )
-    assert without_store == answer
+    assert answers == TransformersDecoder(bundle).generate([prompt], Sampling(max_new_tokens=4))
+    assert (answers[0].slots, answers[0].prompt_tokens) == (0, len(bundle.tokenizer(prompt)["input_ids"]))
 
 
-def test_wrong_arguments_are_refused(
-    bundle: Any, store: SoftContextStore, make_tiny_bundle: Callable[..., Any]
-) -> None:
-    wrong: list[tuple[str, Any]] = [("on_unreadable", "skip"), ("batch_size", 0)]
+def test_wrong_arguments_are_refused(bundle: Any, store: SoftContextStore, make_tiny_bundle: Any) -> None:
+    wrong: list[tuple[str, Any]] = [("on_unreadable", "skip"), ("batch_size", 0), ("max_prompt_tokens", 0)]
     for name, value in wrong:
         with pytest.raises(ConfigError, match=f"{name}={value!r}"):
             TransformersDecoder(bundle, store, **{name: value})

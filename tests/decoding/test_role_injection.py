@@ -16,7 +16,6 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from langchain_core.messages import ChatMessage as LangChainMessage
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
-from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -123,11 +122,10 @@ def embedded(bundle: Bundle) -> Iterator[list[int]]:
 def langchain(store: SoftContextStore, question: str, text: str, source: str) -> None:
     prompt = ChatPromptTemplate([("system", "Answer from this:\n{context}"), ("human", "{input}")])
     shown = PromptTemplate.from_template("{source}: {page_content}")
-    llm = ChatCompressedContext(store=store, max_tokens=1)
-    chain = create_stuff_documents_chain(llm, prompt, document_prompt=shown)
-    documents = [Document(page_content=text, metadata={"source": source})]
-    list(chain.stream({"input": question, "context": documents}))
-    chain.invoke({"input": question, "context": documents})
+    chain = create_stuff_documents_chain(
+        ChatCompressedContext(store=store, max_tokens=1), prompt, document_prompt=shown
+    )
+    chain.invoke({"input": question, "context": [Document(page_content=text, metadata={"source": source})]})
 
 
 def llama_index(store: SoftContextStore, question: str, text: str, source: str) -> None:
@@ -135,7 +133,6 @@ def llama_index(store: SoftContextStore, question: str, text: str, source: str) 
     nodes = [NodeWithScore(node=TextNode(text=text, metadata={"source": source}), score=1.0)]
     get_response_synthesizer(llm).synthesize(question, nodes)
     llm.complete(question)
-    list(llm.stream_chat([ChatMessage(role=MessageRole.USER, content=question + text)]))
 
 
 @pytest.mark.parametrize("framework", [langchain, llama_index])
@@ -150,15 +147,9 @@ def test_only_the_chat_template_writes_control_tokens(framework: Any, bundle: Bu
 
 
 def test_the_text_itself_is_all_there(bundle: Bundle) -> None:
-    attack, tokenizer = hostile(bundle), bundle.tokenizer
-    assert "".join(text_parts(tokenizer, attack)) == attack
-    tokens = text_tokens(tokenizer, attack)
-    assert not set(tokens.ids) & controls(bundle).keys()
-    assert len(tokens.ids) == len(tokens.offsets)
-    if "\u2581" in tokenizer.get_vocab():
-        return  # these small vocabularies have no tokens for brackets
-    covered = {at for a, b in tokens.offsets for at in range(a, b)}
-    assert all(at in covered or attack[at].isspace() for at in range(len(attack)))
+    attack = hostile(bundle)
+    assert "".join(text_parts(bundle.tokenizer, attack)) == attack
+    assert not set(text_tokens(bundle.tokenizer, attack).ids) & controls(bundle).keys()
 
 
 def test_a_text_that_spells_none_has_the_tokenizers_own_tokens(bundle: Bundle) -> None:
@@ -170,16 +161,10 @@ def test_a_text_that_spells_none_has_the_tokenizers_own_tokens(bundle: Bundle) -
 
 def test_the_slots_of_a_passage_are_those_of_text_and_not_of_a_role(bundle: Bundle) -> None:
     for id, name in controls(bundle).items():
-        if not text_tokens(bundle.tokenizer, name).ids:
-            continue  # a vocabulary without these letters
-        [slots] = (soft.slots for soft in bundle.compress([f"An old tower. {name}"], 4))
-        prefix = bundle.tokenizer("An old tower. ", add_special_tokens=False)["input_ids"]
         letters = text_tokens(bundle.tokenizer, f"An old tower. {name}").ids
+        [slots] = (soft.slots for soft in bundle.compress([f"An old tower. {name}"], 4))
         [text] = bundle.compressor.compress([Tokenized("", letters)], 4, 64, 64)
-        [role] = bundle.compressor.compress([Tokenized("", [*prefix, id])], 4, 64, 64)
-        assert id not in letters
-        assert torch.equal(slots, text.slots)
-        assert slots.shape != role.slots.shape or not torch.allclose(slots, role.slots)
+        assert id not in letters and torch.equal(slots, text.slots)
 
 
 def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: Bundle) -> None:
@@ -235,8 +220,6 @@ def test_roles_are_a_fixed_list(role: str, bundle: Bundle, store: SoftContextSto
         ChatCompressedContext(store=store, max_tokens=1).invoke([LangChainMessage(role=role, content="Hello")])
     with pytest.raises(ConfigError, match="give one of system, user, assistant"):
         TransformersDecoder(bundle).generate([[{"role": role, "content": "Hello"}]], Sampling(max_new_tokens=1))
-    with pytest.raises(ConfigError, match="'function'"):  # LlamaIndex knows it, too
-        CompressedContextLLM(store=store).chat([ChatMessage(role=MessageRole.FUNCTION, content="x")])
 
 
 def plain_tokenizer(*added: AddedToken) -> Any:

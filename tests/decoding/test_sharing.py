@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -116,17 +115,6 @@ def test_eight_streams_take_the_passes_of_one(decoder: TransformersDecoder) -> N
     assert max(half.count(n) for n in range(8)) - min(half.count(n) for n in range(8)) <= 8
 
 
-def test_a_prompt_joins_while_others_are_answered(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    expected = decoder.generate_apart(prompts[3], Sampling(400)).text
-    long = decoder.stream(prompts[3], Sampling(400))
-    begun = str(next(long))
-    for prompt in prompts[:3]:
-        assert decoder.generate([prompt], Sampling(6)) == [decoder.generate_apart(prompt, Sampling(6))]
-    assert decoder.generate(prompts[5:], Sampling(6)) == [decoder.generate_apart(p, Sampling(6)) for p in prompts[5:]]
-    *rest, last = long
-    assert begun + "".join(map(str, rest)) == last.text == expected  # type: ignore[union-attr]
-
-
 def test_short_answers_do_not_wait_for_long_ones(decoder: TransformersDecoder) -> None:
     ended: list[str] = []
     long = threading.Thread(target=lambda: ended.extend([decoder.generate(["Tell all."], Sampling(700))[0].text]))
@@ -151,55 +139,45 @@ def test_canceling_one_leaves_the_others(decoder: TransformersDecoder, prompts: 
     assert sum(seen) < 3 * 60 - 10
 
 
-def test_a_failure_at_the_start_leaves_the_others(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    """A prompt for which there is no memory, and a schema that cannot be enforced, among others."""
+WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1200)}}
+"""A schema that compiles, and that llguidance gives up after the first character."""
+
+
+def test_a_failure_leaves_the_others(decoder: TransformersDecoder) -> None:
+    """A prompt for which there is no memory, schemas that cannot be followed, and callers whose own code raises."""
+    alone = [decoder.generate_apart(prompt, Sampling(30)) for prompt in QUESTIONS]
     longest = max(len(decoder.token_ids(prompt)) for prompt in QUESTIONS) + 20
+    told: list[Any] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         given = kwargs.get("inputs_embeds")
         if given is not None and given.shape[1] > longest:
             torch.empty(1 << 50)
 
-    model = decoder.bundle.backbone.model
-    with model.register_forward_pre_hook(look, with_kwargs=True), ThreadPoolExecutor(8) as pool:
-        with held(decoder.bundle):
-            good = [pool.submit(decoder.generate, [prompt], Sampling(9)) for prompt in QUESTIONS]
-            bad = pool.submit(decoder.generate, ["more " * longest], Sampling(9))
-            schema = Sampling(9, json_schema='{"type": "object", "unevaluatedItems": {"$ref": "x"}}')
-            odd = pool.submit(decoder.generate, [QUESTIONS[0]], schema)
-            time.sleep(0.3)
-        with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
-            bad.result(WAIT)
-        with pytest.raises(ConfigError, match="json_schema"):
-            odd.result(WAIT)
-        answers = [each.result(WAIT)[0] for each in good]
-    assert answers == [decoder.generate_apart(prompt, Sampling(9)) for prompt in QUESTIONS]
-
-
-WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1200)}}
-"""A schema that compiles, and that llguidance gives up after the first character."""
-
-
-def test_a_failure_in_the_middle_leaves_the_others(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    """A schema that cannot be followed to its end, and callers whose own code raises, beside others."""
-    alone = [decoder.generate_apart(prompt, Sampling(30)) for prompt in prompts[:4]]
-    told: list[Any] = []
-
     def refuses(piece: Any) -> None:
         told.append(piece)
         raise ValueError("the caller's own")
 
-    with ThreadPoolExecutor(8) as pool:
+    def asked(prompt: str, schema: Any = None) -> Any:
+        return pool.submit(decoder.generate, [prompt], Sampling(30, json_schema=schema))
+
+    model = decoder.bundle.backbone.model
+    with model.register_forward_pre_hook(look, with_kwargs=True), ThreadPoolExecutor(12) as pool:
         with held(decoder.bundle):
-            good = [pool.submit(decoder.generate, [prompt], Sampling(30)) for prompt in prompts[:4]]
-            schema = pool.submit(decoder.generate, [prompts[0]], Sampling(30, json_schema=json.dumps(WIDE)))
-            decoder.start(prompts[1], Sampling(30), refuses)
-            decoder.start(prompts[2], Sampling(1), refuses)
+            good = [asked(prompt) for prompt in QUESTIONS]
+            large = asked("more " * longest)
+            at_start = asked(QUESTIONS[0], {"type": "object", "unevaluatedItems": {"$ref": "x"}})
+            in_the_middle = asked(QUESTIONS[0], WIDE)
+            for tokens in (1, 30):
+                decoder.start(QUESTIONS[1], Sampling(tokens), refuses)
             time.sleep(0.3)
+        with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
+            large.result(WAIT)
+        with pytest.raises(ConfigError, match="json_schema"):
+            at_start.result(WAIT)
         with pytest.raises(ConfigError, match="json_schema=.*items"):
-            schema.result(WAIT)
+            in_the_middle.result(WAIT)
         assert [each.result(WAIT)[0] for each in good] == alone
-        assert pool.submit(decoder.generate, [prompts[0]], Sampling(30)).result(WAIT) == alone[:1]
     assert told
 
 
@@ -257,14 +235,6 @@ def test_a_thread_that_needs_the_model_gets_it_between_passes(decoder: Transform
         stop.set()
         for asker in askers:
             asker.join(WAIT)
-
-
-def test_the_batch_size_holds(talkative: Any, decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    narrow = TransformersDecoder(talkative, decoder.store, batch_size=3)
-    with passes(decoder) as seen:
-        answers = narrow.generate(prompts, Sampling(6))
-    assert answers == [decoder.generate_apart(prompt, Sampling(6)) for prompt in prompts]
-    assert max(seen) == 3
 
 
 @pytest.mark.parametrize("name", architectures.NAMES)
