@@ -25,6 +25,13 @@ Found = tuple[str, str, Row, float]
 
 PAGE = 250
 """Records in one call: Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
+_KINDS: Any = {
+    "ids": str,
+    "documents": str | None,
+    "metadatas": Mapping | None,
+    "distances": float,
+    "embeddings": object,
+}
 _ROOM = 32 << 20
 """Bytes that must be free before a write: twice what Chroma was measured to need for the largest of this library."""
 _PROBE_BYTES = 1 << 20
@@ -94,7 +101,8 @@ class Records:
         self._collection = collection
         with explained(where, folder):
             self.name = str(collection.name)
-            self.metadata: Row = self._row(collection.metadata)
+            [about] = self._column({"metadatas": [collection.metadata]}, "metadatas")
+            self.metadata: Row = dict(about or {})
 
     def count(self) -> int:
         """How many records there are."""
@@ -105,39 +113,32 @@ class Records:
 
     def ids(self) -> list[str]:
         """The ids of all records."""
-        return self._ids(self._ask("get", include=[]), None)
+        return [id for (id,) in self._get(None)]
 
     def existing(self, ids: Sequence[str]) -> list[str]:
         """Those of the ids, at most `PAGE`, that have a record."""
-        return self._ids(self._ask("get", ids=_unique(ids), include=[]), ids) if ids else []
+        return [id for (id,) in self._get(ids, ids=_unique(ids))] if ids else []
 
     def matching(self, field: str, values: Mapping[str, str]) -> list[str]:
         """The ids, at most `PAGE`, whose record has the value given for it in a field; no other record may have it."""
         # Chroma takes six times as long if it is given the ids, too.
         where = {field: {"$in": list(values.values())}}
-        return self._ids(self._ask("get", where=where, include=[]), values) if values else []
+        return [id for (id,) in self._get(values, where=where)] if values else []
 
     def rows(self, ids: Sequence[str]) -> dict[str, Row]:
         """The metadata of those of the ids, at most `PAGE`, that have a record."""
-        if not ids:
-            return {}
-        answer = self._ask("get", ids=_unique(ids), include=["metadatas"])
-        return dict(zip(self._ids(answer, ids), self._rows(answer), strict=True))
+        return {id: dict(row or {}) for id, row in self._get(ids, "metadatas", ids=_unique(ids))} if ids else {}
 
     def texts(self, ids: Sequence[str]) -> dict[str, tuple[str | None, Row]]:
         """Document and metadata of those of the ids, at most `PAGE`, that have a record."""
         if not ids:
             return {}
-        answer = self._ask("get", ids=_unique(ids), include=["documents", "metadatas"])
-        found, documents = self._ids(answer, ids), self._column(answer, "documents", len(answer["ids"]))
-        if not all(each is None or isinstance(each, str) for each in documents):
-            raise self._odd("documents that are no texts")
-        return dict(zip(found, zip(documents, self._rows(answer), strict=True), strict=True))
+        found = self._get(ids, "documents", "metadatas", ids=_unique(ids))
+        return {id: (text, dict(row or {})) for id, text, row in found}
 
     def rows_with(self, field: str, values: Sequence[str]) -> dict[str, Row]:
         """The metadata, by id, of records that have one of the values, at most `PAGE`, in a field."""
-        answer = self._ask("get", where={field: {"$in": list(values)}}, include=["metadatas"])
-        found = dict(zip(self._ids(answer, None), self._rows(answer), strict=True))
+        found = {id: dict(row or {}) for id, row in self._get(None, "metadatas", where={field: {"$in": list(values)}})}
         if any(row.get(field) not in values for row in found.values()):
             raise self._odd("records that were not asked for")
         return found
@@ -163,19 +164,14 @@ class Records:
             k: how many.
             ids: search only among these.
         """
-        include = ["documents", "metadatas", "distances"]
+        columns = ("ids", "documents", "metadatas", "distances")
         given = {} if ids is None else {"ids": list(ids)}
-        answer = self._ask("query", query_embeddings=vectors, n_results=k, include=include, **given)
-        columns = [self._column(answer, name, len(vectors)) for name in ("ids", *include)]
-        found = []
-        for parts in zip(*columns, strict=True):
-            if any(not isinstance(part, list) or len(part) != len(parts[0]) or len(part) > k for part in parts):
-                raise self._odd("search results of different lengths")
-            hits = [(id, text, self._row(row), distance) for id, text, row, distance in zip(*parts, strict=True)]
-            for id, text, _, distance in hits:
-                if not (isinstance(id, str) and isinstance(text, str | None) and isinstance(distance, float)):
-                    raise self._odd(f"the search result {short_repr((id, text, distance))}")
-            found.append([(id, text or "", row, distance) for id, text, row, distance in hits])
+        answer = self._ask("query", query_embeddings=vectors, n_results=k, include=list(columns[1:]), **given)
+        found: list[list[Found]] = []
+        for parts in zip(*(self._column(answer, name, len(vectors), list) for name in columns), strict=True):
+            hits = dict(zip(columns, parts, strict=True))
+            checked = [self._column(hits, name, min(k, len(parts[0]))) for name in columns]
+            found.append([(id, text or "", dict(row or {}), far) for id, text, row, far in zip(*checked, strict=True)])
         return found
 
     def some_vector(self) -> Any:
@@ -196,11 +192,11 @@ class Records:
         """
         try:
             answer = self._ask("query", query_embeddings=[vector], n_results=len(ids), ids=list(ids), include=[])
-            [found] = self._column(answer, "ids", 1)
+            [found] = self._column(answer, "ids", 1, list)
         except StoreError:  # Chroma raises for a record that its index has lost
             self._ask("query", query_embeddings=[vector], n_results=1, include=[])  # but not for this
             found = []
-        if set(found) >= set(ids):
+        if set(map(str, found)) >= set(ids):
             return []
         half = len(ids) // 2
         return [*self.unsearchable(ids[:half], vector), *self.unsearchable(ids[half:], vector)] if half else list(ids)
@@ -213,27 +209,26 @@ class Records:
         with explained(self.where, self._folder, writing=True):
             getattr(self._collection, method)(**arguments)
 
-    def _ids(self, answer: Any, asked: Iterable[str] | None) -> list[str]:
-        ids = answer.get("ids") if isinstance(answer, Mapping) else None
-        if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):
-            raise self._odd(f"{short_repr(answer)} in place of records")
+    def _get(self, asked: Iterable[str] | None, *columns: str, **given: Any) -> list[tuple[Any, ...]]:
+        """Id and columns of the records that `given` selects; all of them must be among those asked for, if any are."""
+        answer = self._ask("get", include=list(columns), **given)
+        ids = self._column(answer, "ids")
         if len(set(ids)) < len(ids) or (asked is not None and not set(ids) <= set(asked)):
             raise self._odd("records that were not asked for")
-        return ids
+        return list(zip(ids, *(self._column(answer, name, len(ids)) for name in columns), strict=True))
 
-    def _rows(self, answer: Any) -> list[Row]:
-        return [self._row(row) for row in self._column(answer, "metadatas", len(answer["ids"]))]
-
-    def _row(self, row: Any) -> Row:
-        if row is not None and not isinstance(row, Mapping):
-            raise self._odd(f"{short_repr(row)} as metadata")
-        return dict(row or {})
-
-    def _column(self, answer: Any, name: str, length: int) -> Sequence[Any]:
-        column = answer.get(name) if isinstance(answer, Mapping) else None
-        if column is None or not hasattr(column, "__len__") or isinstance(column, str) or len(column) != length:
-            raise self._odd(f"{short_repr(column)} as {length} {name}")
-        return column  # type: ignore[no-any-return]  # a list, or an array of embeddings
+    def _column(self, answer: Any, name: str, length: int | None = None, kind: Any = None) -> Sequence[Any]:
+        """So many values of an answer, each of the kind that the column has, or of the given one."""
+        column: Any = answer.get(name) if isinstance(answer, Mapping) else None
+        kind = kind or _KINDS[name]
+        if (
+            not hasattr(column, "__len__")
+            or isinstance(column, str)
+            or (length is not None and len(column) != length)
+            or not all(isinstance(value, kind) for value in column)
+        ):
+            raise self._odd(f"{short_repr(column)} as {name}")
+        return column  # type: ignore[no-any-return]
 
     def _odd(self, what: str) -> StoreError:
         return StoreError(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from ctx_compress_rag.errors import FingerprintMismatchError, StoreError, short_repr
+from ctx_compress_rag.errors import FingerprintMismatchError, MissingPassageError, PayloadError, StoreError, short_repr
 from ctx_compress_rag.store.chroma import PAGE, Chroma, Records, Row, pages
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.store.connect import Connection
-from ctx_compress_rag.store.passage import Compresses
-from ctx_compress_rag.store.record import Labels, Record
-from ctx_compress_rag.store.scope import passage_id
+from ctx_compress_rag.store.key import Signer
+from ctx_compress_rag.store.marker import Marker, MarkerCodec
+from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, to_passages
+from ctx_compress_rag.store.record import Labels, Record, text_hash
+from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 FORMAT = 3
@@ -30,15 +32,6 @@ _CONFIGURATION: Any = {
 }
 
 
-class Sizes(NamedTuple):
-    """Sums over all records; `payload` in bytes, before encoding as text."""
-
-    records: int
-    slots: int
-    tokens: int
-    payload: int
-
-
 class SoftContextCollection:
     """The records of one bundle's soft contexts. Thread-safe.
 
@@ -47,6 +40,7 @@ class SoftContextCollection:
     Args:
         connection: where it is.
         bundle: the bundle whose soft contexts it holds.
+        key: what records and markers are signed with.
         codec: the codec for a new collection, None for the default; an existing one keeps its own.
         ratio: source tokens per slot in a new collection, None for the bundle's base ratio; an existing one
             keeps its own.
@@ -61,6 +55,7 @@ class SoftContextCollection:
         self,
         connection: Connection,
         bundle: Compresses,
+        key: Signer,
         codec: str | None,
         ratio: int | None,
         timeout: float,
@@ -68,6 +63,7 @@ class SoftContextCollection:
     ) -> None:
         self.connection = connection
         self._bundle = bundle
+        self.key = key
         self._codec_asked = None if codec is None else check_codec(codec)
         self._ratio_asked = ratio
         self._timeout, self._read_timeout = timeout, read_timeout
@@ -94,9 +90,9 @@ class SoftContextCollection:
         return int(self._about.get("base_ratio") or self._ratio_asked or self._bundle.config.base_ratio)
 
     @property
-    def fingerprint(self) -> str:
-        """The bundle's fingerprint."""
-        return self._bundle.fingerprint
+    def signer(self) -> MarkerCodec:
+        """What signs markers and records."""
+        return self.key.codec(self._bundle.fingerprint)
 
     def ids(self) -> list[str]:
         """All ids."""
@@ -106,15 +102,28 @@ class SoftContextCollection:
         """How many records there are."""
         return self._read(Records.count, 0)
 
-    def sizes(self) -> Sizes:
-        """Sums over all records; damaged ones do not count."""
-        total = Sizes(0, 0, 0, 0)
-        for row in self._all_rows():
-            slots, tokens, payload = row.get("slots"), row.get("tokens"), row.get("payload")
-            if isinstance(slots, int) and isinstance(tokens, int) and isinstance(payload, str):
-                each = (1, slots, tokens, payload_bytes(payload))
-                total = Sizes(*(a + b for a, b in zip(total, each, strict=True)))
-        return total
+    def info(self) -> StoreInfo:
+        """What there is; damaged records do not count."""
+        records = slots = tokens = payload_size = 0
+        for ids in pages(self.ids()):
+            for row in self.rows(ids).values():
+                each, stand_for, payload = row.get("slots"), row.get("tokens"), row.get("payload")
+                if isinstance(each, int) and isinstance(stand_for, int) and isinstance(payload, str):
+                    records, slots, tokens = records + 1, slots + each, tokens + stand_for
+                    payload_size += payload_bytes(payload)
+        return StoreInfo(
+            location=self.connection.where,
+            collection=self.connection.collection,
+            bundle=self._bundle.config.name,
+            fingerprint=self._bundle.fingerprint,
+            codec=self.codec,
+            base_ratio=self.ratio,
+            passages=records,
+            slots=slots,
+            source_tokens=tokens,
+            payload_bytes=payload_size,
+            disk_bytes=self.connection.disk_bytes(),
+        )
 
     def rows(self, ids: Sequence[str]) -> dict[str, Row]:
         """The fields of the records that exist, by id."""
@@ -130,12 +139,58 @@ class SoftContextCollection:
             found += self._read(partial(Records.existing, ids=part), [])
         return found
 
-    def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
-        """The ids whose record has the value given for the id, which no other may have; reads no payload."""
+    def matching(
+        self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
+    ) -> set[str]:
+        """Record ids whose stored hash equals the passage's; reads no payload.
+
+        The hash covers the id, so no other record can match.
+        """
         found: set[str] = set()
-        for part in pages(list(values)):
-            some = {id: values[id] for id in part}
-            found.update(self._read(partial(Records.matching, field=field, values=some), []))
+        for part in pages(list(passages)):
+            hashes = {key: digest(self._bundle.fingerprint, key, passages[key]) for key in part}
+            found.update(self._read(partial(Records.matching, field=field, values=hashes), []))
+        return found
+
+    def holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
+        """Ids of the passages that are stored with their text in a record that the scope may read."""
+        held: set[str] = set()
+        for place in readable(scope):
+            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
+            held.update(passage_id(key) for key in self.matching("text_hash", text_hash, rest))
+        return held
+
+    def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, tuple[str, Record]]:
+        """By passage id, the scope's own record or the default scope's; with `texts`, only records with those texts."""
+        passages = None if texts is None else to_passages(texts, ids, repeats=True)
+        places = readable(scope)
+        stored = self.rows([record_id(id, place) for id in ids for place in places])
+        found: dict[str, tuple[str, Record]] = {}
+        for id in dict.fromkeys(ids):
+            for key in (record_id(id, place) for place in places):
+                if key not in stored:
+                    continue
+                if passages and stored[key].get("text_hash") != text_hash(self._bundle.fingerprint, key, passages[id]):
+                    continue
+                found[id] = (key, self._verified(key, stored[key]))
+                break
+        return found
+
+    def unreadable(self) -> dict[str, bool]:
+        """The ids of unreadable records, in all scopes, and whether each lacks nothing but this key's signature."""
+        found: dict[str, bool] = {}
+        for ids in pages(self.ids()):
+            for id, row in self.rows(ids).items():
+                signed = intact = False
+                with suppress(PayloadError):
+                    record = Record.read(id, row)
+                    record.soft_context(id)
+                    record.passage(id, self._bundle.fingerprint)
+                    intact = True
+                    record.check_signatures(id, self.signer)
+                    signed = True
+                if not signed:
+                    found[id] = intact
         return found
 
     def remember(self, records: Iterable[tuple[str, Record]]) -> None:
@@ -144,16 +199,30 @@ class SoftContextCollection:
             self._ids_by_marker = {}
         self._ids_by_marker.update({record.marker: id for id, record in records})
 
-    def by_marker(self, wanted: Mapping[K, Sequence[str]]) -> dict[K, tuple[str, Row]]:
-        """For each key, id and fields of the record of the first of its marker ids (with scopes) that is stored."""
-        known = [id for markers in wanted.values() for marker in markers if (id := self._ids_by_marker.get(marker))]
-        found = _first(wanted, self.rows(known))
-        rest = {key: markers for key, markers in wanted.items() if key not in found}
-        rows: dict[str, Row] = {}
-        for part in pages(list(dict.fromkeys(marker for markers in rest.values() for marker in markers))):
-            rows |= self._read(partial(Records.rows_with, field="marker", values=part), rows)
-        self._ids_by_marker.update({row["marker"]: id for id, row in rows.items()})
-        return found | _first(rest, rows)
+    def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
+        """The id of the record that each marker stands for, and the record.
+
+        Raises:
+            MissingPassageError: there is none for a marker.
+        """
+        wanted = {each: [scoped_marker_id(each.passage, place) for place in readable(each.scope)] for each in markers}
+        known = [id for names in wanted.values() for name in names if (id := self._ids_by_marker.get(name))]
+        rows = self.rows(known)
+        by_name = {str(row.get("marker")): id for id, row in rows.items()}
+        rest = [name for names in wanted.values() if by_name.keys().isdisjoint(names) for name in names]
+        for part in pages(list(dict.fromkeys(rest))):
+            more = self._read(partial(Records.rows_with, field="marker", values=part), rows)
+            rows |= more
+            by_name |= {row["marker"]: id for id, row in more.items()}
+        self._ids_by_marker |= by_name
+        found = {each: id for each, names in wanted.items() for name in reversed(names) if (id := by_name.get(name))}
+        if missing := [marker for marker in wanted if marker not in found]:
+            raise MissingPassageError(
+                f"no passage in {self.connection.where} for {len(missing)} marker(s) (first: {missing[0].id!r}): it "
+                "was deleted or its text changed after the prompt was made, or it was made for one question by "
+                "another store object; retrieve again"
+            )
+        return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
 
     def upsert(self, records: Mapping[str, Record]) -> None:
         """Write whole records; they are durable when this returns."""
@@ -183,9 +252,11 @@ class SoftContextCollection:
         if not forked:
             self.connection.close()
 
-    def _all_rows(self) -> Iterator[Row]:
-        for ids in pages(self.ids()):
-            yield from self.rows(ids).values()
+    def _verified(self, id: str, row: Row) -> Record:
+        """The record in a row; PayloadError, naming the passage, if it was changed or signed with another key."""
+        record = Record.read(id, row)
+        record.check_signatures(id, self.signer)
+        return record
 
     def _send(self, rows: dict[str, Row]) -> None:
         try:
@@ -279,11 +350,6 @@ class SoftContextCollection:
                 )
         self._about, self._found = about, (client, records)
         return records
-
-
-def _first(wanted: Mapping[K, Sequence[str]], rows: Mapping[str, Row]) -> dict[K, tuple[str, Row]]:
-    stored = {row.get("marker"): (id, row) for id, row in rows.items()}
-    return {key: stored[marker] for key, markers in wanted.items() for marker in reversed(markers) if marker in stored}
 
 
 def _parts(rows: dict[str, Row]) -> Iterator[dict[str, Row]]:

@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ctx_compress_rag.errors import StoreError, StoreWriteError
+from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.store.marker import MIN_KEY_BYTES, MarkerCodec
 
 KEY_VARIABLE = "CTX_COMPRESS_KEY"
@@ -20,8 +20,12 @@ _process_key = secrets.token_bytes(32)
 class Signer:
     """A store's key, looked up when first needed: opening a store must not create a key file.
 
+    The key is the given one; or the environment variable CTX_COMPRESS_KEY; or the file `ctx-compress.key` in the
+    store's folder, created at first use and readable only by its owner. A store on a server has no default: machines
+    that share it must share the key. A store in memory has a new key in each process.
+
     Args:
-        key: the secret; by default what `find_key` finds.
+        key: the secret; None takes the first of the others that there is.
         folder: the store's folder; None if it has none.
         remote: whether the store is on a server.
 
@@ -31,15 +35,20 @@ class Signer:
     """
 
     def __init__(self, key: bytes | None, folder: Path | None, *, remote: bool) -> None:
-        self._folder, self._remote = folder, remote
-        self._key = key
+        self._key, self._folder, self._remote = key, folder, remote
         self._file: Path | None = None
         if remote or key is not None:
             self.codec("")
 
     def codec(self, fingerprint: str) -> MarkerCodec:
-        """What signs markers and records of a bundle."""
-        return MarkerCodec(self._found(), fingerprint)
+        """What signs markers and records of a bundle.
+
+        Raises:
+            StoreError: the variable is too short or blank, or the file cannot be used.
+        """
+        if self._key is None:
+            self._key = self._found()
+        return MarkerCodec(self._key, fingerprint)
 
     def keep(self) -> None:
         """Before a write: put the key file back if it is gone, as other processes need it to read what is written.
@@ -47,69 +56,45 @@ class Signer:
         Raises:
             StoreError: the file holds another key now.
         """
-        if self._file is None:
-            return
-        key = self._found()
-        try:
-            if not self._file.exists():
-                _create(self._file, key)
-        except OSError as error:
-            raise StoreWriteError(f"cannot write the marker key {self._file} ({error.strerror})") from error
-        if key_from_file(self._file) != key:
+        if self._file is not None and self._key is not None and key_from_file(self._file, self._key) != self._key:
             raise StoreError(
                 f"the marker key {self._file} is not the one that this store was opened with: open the store again"
             )
 
     def _found(self) -> bytes:
-        if self._key is None:
-            self._key = find_key(self._folder, remote=self._remote)
-            if self._folder is not None and KEY_VARIABLE not in os.environ:
-                self._file = self._folder / KEY_FILE
-        return self._key
+        value = os.environ.get(KEY_VARIABLE)
+        if value is not None:
+            key = value.encode("utf-8", "surrogateescape")
+            if len(key) < MIN_KEY_BYTES or not value.strip():
+                raise StoreError(
+                    f"{KEY_VARIABLE} has {len(key)} bytes{'' if value.strip() else ', all blank'}: set a secret of at "
+                    f"least {MIN_KEY_BYTES} (for example from openssl rand -hex 32), or unset the variable"
+                )
+            return key
+        if self._folder is not None:
+            self._file = self._folder / KEY_FILE
+            return key_from_file(self._file)
+        if not self._remote:
+            return _process_key
+        raise StoreError(
+            f"a store on a server needs a key that all its users share: set {KEY_VARIABLE} (openssl rand -hex 32), or "
+            "give key="
+        )
 
 
-def find_key(folder: Path | None, *, remote: bool) -> bytes:
-    """The key of a store that was opened without one.
-
-    The environment variable CTX_COMPRESS_KEY if it is set. Otherwise the file `ctx-compress.key` in the store's
-    folder, created at first use and readable only by its owner. A store on a server has no default: machines that
-    share it must share the key. A store in memory has a new key in each process.
+def key_from_file(path: Path, new: bytes | None = None) -> bytes:
+    """The key in a file, which is created if missing; two processes that do so at once get the same key.
 
     Args:
-        folder: the store's folder; None if it has none.
-        remote: whether the store is on a server.
-
-    Raises:
-        StoreError: the variable is too short or blank, a store on a server has no key, or the file cannot be used.
-    """
-    value = os.environ.get(KEY_VARIABLE)
-    if value is not None:
-        key = value.encode("utf-8", "surrogateescape")
-        if len(key) < MIN_KEY_BYTES or not value.strip():
-            raise StoreError(
-                f"{KEY_VARIABLE} has {len(key)} bytes{'' if value.strip() else ', all blank'}: set a secret of at "
-                f"least {MIN_KEY_BYTES} (for example from openssl rand -hex 32), or unset the variable"
-            )
-        return key
-    if folder is not None:
-        return key_from_file(folder / KEY_FILE)
-    if not remote:
-        return _process_key
-    raise StoreError(
-        f"a store on a server needs a key that all its users share: set {KEY_VARIABLE} (openssl rand -hex 32), or give "
-        "key="
-    )
-
-
-def key_from_file(path: Path) -> bytes:
-    """The key in a file, which is created if missing; two processes that do so at once get the same key.
+        path: the file.
+        new: what to write if it is missing; by default a random key.
 
     Raises:
         StoreError: the file belongs to another user, others can read it, it is damaged, or it cannot be created.
     """
     try:
         if not path.exists():
-            _create(path, secrets.token_bytes(32))
+            _create(path, new or secrets.token_bytes(32))
         if os.name == "posix" and path.stat().st_uid != os.geteuid():
             raise StoreError(
                 f"the marker key {path} belongs to user {path.stat().st_uid}, and this process runs as user "

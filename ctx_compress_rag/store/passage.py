@@ -170,7 +170,7 @@ def to_passages(
     """Check all documents, before any is written; return them as passages by id, in order.
 
     Args:
-        documents: see `to_passage`; or a Chroma collection, or what its `get` returned.
+        documents: see `to_passage`; or a Chroma collection.
         ids: one per document.
         repeats: accept an id given twice with the same text, as retrievers may return it. Equal texts given
             without an id share one, and are always accepted.
@@ -180,12 +180,10 @@ def to_passages(
     """
     if isinstance(documents, chromadb.Collection):
         documents = passages_in(documents)
-    elif isinstance(documents, Mapping):
-        documents = _of_result(documents)
-    if isinstance(documents, str) or not isinstance(documents, Iterable):
+    if isinstance(documents, str | Mapping) or not isinstance(documents, Iterable):
         raise ConfigError(
             f"documents must be a list, got {type(documents).__name__}: put a single text into a list, and in place of "
-            "a framework's vector store give its chromadb collection"
+            "a framework's vector store, or of what its `get` returned, give its chromadb collection"
         )
     items = list(documents)
     ids = None if ids is None else _listed(ids)
@@ -275,22 +273,6 @@ def _listed(ids: Iterable[str]) -> list[str]:
     if isinstance(ids, str) or not isinstance(ids, Iterable):
         raise ConfigError(f"ids must be a list, got the {type(ids).__name__} {short_repr(ids)}")
     return list(ids)
-
-
-def _of_result(result: Mapping[Any, Any]) -> list[Passage]:
-    ids: Any = result.get("ids")
-    texts: Any = result.get("documents")
-    if not _is_list(ids) or not _is_list(texts) or any(map(_is_list, ids)):
-        raise ConfigError(
-            "a mapping is not a list of documents: give a list, a Chroma collection, or what its "
-            "get(include=['documents', 'metadatas']) returned"
-        )
-    data = result.get("metadatas") or [{}] * len(ids)
-    return [Passage(text, id, row or {}) for id, text, row in zip(ids, texts, data, strict=True)]
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:

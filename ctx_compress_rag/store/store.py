@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import Any, Self
@@ -16,14 +15,13 @@ from ctx_compress_rag.errors import (
     ConfigError,
     FingerprintMismatchError,
     MissingPassageError,
-    PayloadError,
     RatioError,
     StoreError,
 )
 from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.chroma import PAGE, Row, pages
+from ctx_compress_rag.store.chroma import PAGE
 from ctx_compress_rag.store.codec import payload_codec
 from ctx_compress_rag.store.collection import SoftContextCollection
 from ctx_compress_rag.store.connect import READ_TIMEOUT, Location, connect
@@ -33,7 +31,6 @@ from ctx_compress_rag.store.marker import (
     DEFAULT_SCOPE,
     MAX_FACTOR,
     Marker,
-    MarkerCodec,
     OnUnreadable,
     check_scope,
     current_scope,
@@ -77,7 +74,7 @@ class SoftContextStore(ProcessBound):
         ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
             keeps its own. If the bundle's method is nestable, coarser ratios can be requested later; otherwise
             only the store's ratio.
-        key: secret that signs markers; by default the one that `key.find_key` finds.
+        key: secret that signs markers; by default the first that `key.Signer` finds.
         scope: default tenant or user, if neither the call nor `marker.scope` names one.
         lock_timeout: seconds that a write waits for writes of other processes, 0 or more.
         read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer.
@@ -112,8 +109,8 @@ class SoftContextStore(ProcessBound):
             bundle.check_ratio(ratio)
         timeouts = seconds("lock_timeout", lock_timeout), seconds("read_timeout", read_timeout)
         connection = connect(location, collection)
-        self._collection = SoftContextCollection(connection, bundle, codec, ratio, *timeouts)
-        self._key = Signer(key, connection.path, remote=connection.remote)
+        signer = Signer(key, connection.path, remote=connection.remote)
+        self._collection = SoftContextCollection(connection, bundle, signer, codec, ratio, *timeouts)
         self._transient = TransientContexts()
         self._writing = threading.Lock()
 
@@ -137,8 +134,7 @@ class SoftContextStore(ProcessBound):
         steps, or 1/4000 of a passage's norm.
 
         Args:
-            documents: strings, Passages, LangChain Documents or LlamaIndex nodes; a Chroma collection, or what its
-                `get` returned.
+            documents: strings, Passages, LangChain Documents or LlamaIndex nodes; or a Chroma collection.
             ids: one per document; by default the document's own id or, without one, a hash of its text.
             progress: show a progress bar.
             scope: tenant or user that owns the passages; by default that of `marker.scope`, otherwise the store's.
@@ -220,7 +216,7 @@ class SoftContextStore(ProcessBound):
 
     def damaged(self) -> list[str]:
         """The ids of passages in all scopes with records damaged or not signed with this key. Reads every record."""
-        return [passage_id(id) for id in self._unreadable()]
+        return [passage_id(id) for id in self._collection.unreadable()]
 
     def discard_damaged(self, *, other_keys: bool = True) -> list[str]:
         """Delete what `damaged` finds; the next `add` of the same passages compresses them again.
@@ -231,7 +227,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             StoreError: `other_keys` is False and there are such records; nothing is deleted.
         """
-        unreadable = self._unreadable()
+        unreadable = self._collection.unreadable()
         if not other_keys and (intact := [passage_id(id) for id, is_intact in unreadable.items() if is_intact]):
             raise StoreError(
                 f"{len(intact)} records (first: {intact[0]!r}) are intact but not signed with the key in use: set "
@@ -267,7 +263,10 @@ class SoftContextStore(ProcessBound):
             PayloadError: a record is damaged; the message names the passage.
         """
         ids = checked_ids(ids)
-        found = {id: record.soft_context(key) for id, (key, record) in self._find(ids, scope, texts).items()}
+        found = {
+            id: record.soft_context(key)
+            for id, (key, record) in self._collection.find(ids, self._scope(scope), texts).items()
+        }
         return [found.get(id) for id in ids]
 
     def get_passages(
@@ -275,14 +274,14 @@ class SoftContextStore(ProcessBound):
     ) -> list[StoredPassage | None]:
         """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. See `get`."""
         ids = checked_ids(ids)
-        records = self._find(ids, scope, texts)
+        records = self._collection.find(ids, self._scope(scope), texts)
         found = {id: record.passage(key, self.fingerprint) for id, (key, record) in records.items()}
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Whether each text is stored under its id: False if the id is missing or stored with another text."""
         ids = [content_id(text) for text in texts] if ids is None else checked_ids(ids)
-        held = self._holding(to_passages(texts, ids, repeats=True), self._scope(scope))
+        held = self._collection.holding(to_passages(texts, ids, repeats=True), self._scope(scope))
         return [id in held for id in ids]
 
     def ids(self, scope: str | None = None) -> list[str]:
@@ -300,25 +299,12 @@ class SoftContextStore(ProcessBound):
 
     def info(self) -> StoreInfo:
         """What the store holds, in all scopes."""
-        sizes, connection = self._collection.sizes(), self._collection.connection
-        return StoreInfo(
-            location=connection.where,
-            collection=connection.collection,
-            bundle=self.bundle.config.name,
-            fingerprint=self.fingerprint,
-            codec=self.codec,
-            base_ratio=self.base_ratio,
-            passages=sizes.records,
-            slots=sizes.slots,
-            source_tokens=sizes.tokens,
-            payload_bytes=sizes.payload,
-            disk_bytes=connection.disk_bytes(),
-        )
+        return self._collection.info()
 
     @property
     def fingerprint(self) -> str:
         """The bundle's fingerprint."""
-        return self._collection.fingerprint
+        return self.bundle.fingerprint
 
     @property
     def codec(self) -> str:
@@ -367,14 +353,14 @@ class SoftContextStore(ProcessBound):
             PayloadError: a record is damaged; the message names the passage.
         """
         factor, scope, ids = self.merge_factor(ratio), self._scope(scope), checked_ids(ids)
-        found = self._find(ids, scope, texts)
+        found = self._collection.find(ids, self._scope(scope), texts)
         missing = [id for id in ids if id not in found]
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
         for key, record in found.values():
             record.check_payload(key)
         self._collection.remember(found.values())
-        codec = self._codec()
+        codec = self._collection.signer
         written = []
         for id in ids:
             slots = found[id][1].slots
@@ -394,7 +380,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             ConfigError: the parts need more slots together than are kept.
         """
-        scope, codec = self._scope(scope), self._codec()
+        scope, codec = self._scope(scope), self._collection.signer
         names = [codec.transient(*each.key) for each in contexts]
         self._transient.put(scope, dict(zip(names, contexts, strict=True)))
         return [codec.write(name, 1, each.soft.n_slots, scope) for name, each in zip(names, contexts, strict=True)]
@@ -405,7 +391,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             UnreadableMarkerError: a marker has another key or scope, and on_unreadable is "error"; else it is text.
         """
-        return self._codec().split(text, self._scope(scope), on_unreadable)
+        return self._collection.signer.split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
@@ -415,7 +401,8 @@ class SoftContextStore(ProcessBound):
                 for one question are no longer in memory.
             PayloadError: a record is damaged.
         """
-        held, found = self._by_marker(markers)
+        held = self._in_memory(markers)
+        found = self._collection.by_marker(marker for marker in markers if marker not in held)
         base = {key: record.soft_context(key) for key, record in dict(found.values()).items()}
         return [
             held[marker].soft if marker in held else base[found[marker][0]].merge(marker.factor) for marker in markers
@@ -423,7 +410,8 @@ class SoftContextStore(ProcessBound):
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
         """The texts that markers stand for, in order. Raises as `fetch` does."""
-        held, found = self._by_marker(markers)
+        held = self._in_memory(markers)
+        found = self._collection.by_marker(marker for marker in markers if marker not in held)
         texts = {key: record.passage(key, self.fingerprint).text for key, record in dict(found.values()).items()}
         return [held[marker].text if marker in held else texts[found[marker][0]] for marker in markers]
 
@@ -431,13 +419,13 @@ class SoftContextStore(ProcessBound):
 
     def _add(self, passages: dict[str, Passage], scope: str, progress: bool) -> AddReport:
         with self._writing:
-            same = self._matching("full_hash", full_hash, passages)
+            same = self._collection.matching("full_hash", full_hash, passages)
             todo = {key: passage for key, passage in passages.items() if key not in same}
             present = self._collection.existing(list(todo))
-            relabel = self._matching("text_hash", text_hash, todo)
+            relabel = self._collection.matching("text_hash", text_hash, todo)
             if relabel:
-                self._key.keep()
-                codec = self._codec()
+                self._collection.key.keep()
+                codec = self._collection.signer
                 self._collection.update({key: Labels.label(key, todo[key], self.fingerprint, codec) for key in relabel})
             self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
         return AddReport(len(todo) - len(present), len(present), len(same))
@@ -446,7 +434,8 @@ class SoftContextStore(ProcessBound):
         with self._writing:
             places = self._places(passages, scope)  # again: another thread may have stored the same passages
             lacking = [id for id, place in places.items() if place is None]
-            taken = set(self._rows(lacking, scope))
+            keys = [record_id(id, place) for id in lacking for place in readable(scope)]
+            taken = set(map(passage_id, self._collection.existing(keys)))
             missing: dict[str, Passage] = {}
             for id in lacking:
                 places[id] = place = content_id(passages[id].text) if id in taken else id
@@ -463,7 +452,7 @@ class SoftContextStore(ProcessBound):
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         if not passages:
             return
-        self._key.keep()
+        self._collection.key.keep()
         self._collection.check_writable()  # fail before the work, not after it
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
             for batch in passage_batches(passages, PAGE):
@@ -475,8 +464,8 @@ class SoftContextStore(ProcessBound):
                 bar.update(len(batch))
 
     def _put(self, passages: dict[str, Passage], payloads: Sequence[str], scope: str) -> None:
-        self._key.keep()
-        codec = self._codec()
+        self._collection.key.keep()
+        codec = self._collection.signer
         records = {
             key: Record.of(
                 key,
@@ -490,96 +479,15 @@ class SoftContextStore(ProcessBound):
         }
         self._collection.upsert(records)
 
-    def _matching(
-        self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
-    ) -> set[str]:
-        """Record ids whose stored hash equals the passage's. The hash covers the id, so no other record can match."""
-        return self._collection.matching(
-            field, {key: digest(self.fingerprint, key, passage) for key, passage in passages.items()}
-        )
-
-    def _holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
-        """Ids of the passages that are stored with their text in a record that the scope may read."""
-        held: set[str] = set()
-        for place in readable(scope):
-            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
-            held.update(passage_id(key) for key in self._matching("text_hash", text_hash, rest))
-        return held
-
     def _places(self, passages: Mapping[str, Passage], scope: str) -> dict[str, str | None]:
         """For each id, the id under which its text is stored: its own, or the hash of the text; None if it is not."""
-        held = self._holding(passages, scope)
+        held = self._collection.holding(passages, scope)
         hashes = {id: content_id(passage.text) for id, passage in passages.items() if id not in held}
-        beside = self._holding({hashes[id]: passages[id] for id in hashes}, scope)
+        beside = self._collection.holding({hashes[id]: passages[id] for id in hashes}, scope)
         return {id: id if id in held else hashes[id] if hashes[id] in beside else None for id in passages}
 
-    def _rows(self, ids: Sequence[str], scope: str) -> dict[str, list[tuple[str, Row]]]:
-        """Record ids and fields that the scope may read, by passage id, its own before the default scope's."""
-        places = readable(scope)
-        stored = self._collection.rows([record_id(id, place) for id in ids for place in places])
-        found: dict[str, list[tuple[str, Row]]] = {}
-        for id in ids:
-            if keys := [key for place in places if (key := record_id(id, place)) in stored]:
-                found[id] = [(key, stored[key]) for key in keys]
-        return found
-
-    def _find(
-        self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None
-    ) -> dict[str, tuple[str, Record]]:
-        """By passage id, the scope's own record or the default scope's; with `texts`, only records with those texts."""
-        passages = None if texts is None else to_passages(texts, ids, repeats=True)
-        found: dict[str, tuple[str, Record]] = {}
-        for id, rows in self._rows(ids, self._scope(scope)).items():
-            for key, row in rows:
-                if passages is None or row.get("text_hash") == text_hash(self.fingerprint, key, passages[id]):
-                    found[id] = (key, self._checked(key, row))
-                    break
-        return found
-
-    def _by_marker(
-        self, markers: Sequence[Marker]
-    ) -> tuple[dict[Marker, TransientContext], dict[Marker, tuple[str, Record]]]:
-        """By marker, what this object holds in memory, and the records of the others; none is missing."""
-        held = {each: context for each in markers if (context := self._transient.get(each.scope, each.passage))}
-        wanted = {
-            marker: [scoped_marker_id(marker.passage, place) for place in readable(marker.scope)]
-            for marker in markers
-            if marker not in held
-        }
-        rows = self._collection.by_marker(wanted)
-        if missing := [marker for marker in wanted if marker not in rows]:
-            raise MissingPassageError(
-                f"no passage in {self._collection.connection.where} for {len(missing)} marker(s) (first: "
-                f"{missing[0].id!r}): it was deleted or its text changed after the prompt was made, or it was made "
-                "for one question by another store object; retrieve again"
-            )
-        return held, {marker: (id, self._checked(id, row)) for marker, (id, row) in rows.items()}
-
-    def _checked(self, id: str, row: Row) -> Record:
-        """The record in a row; PayloadError, naming the passage, if it was changed or signed with another key."""
-        record = Record.read(id, row)
-        record.check_signatures(id, self._codec())
-        return record
-
-    def _unreadable(self) -> dict[str, bool]:
-        """The ids of unreadable records, in all scopes, and whether each lacks nothing but this key's signature."""
-        found: dict[str, bool] = {}
-        for ids in pages(self._collection.ids()):
-            for id, row in self._collection.rows(ids).items():
-                signed = intact = False
-                with suppress(PayloadError):
-                    record = Record.read(id, row)
-                    record.soft_context(id)
-                    record.passage(id, self.fingerprint)
-                    intact = True
-                    record.check_signatures(id, self._codec())
-                    signed = True
-                if not signed:
-                    found[id] = intact
-        return found
-
-    def _codec(self) -> MarkerCodec:
-        return self._key.codec(self.fingerprint)
+    def _in_memory(self, markers: Sequence[Marker]) -> dict[Marker, TransientContext]:
+        return {each: context for each in markers if (context := self._transient.get(each.scope, each.passage))}
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

@@ -189,6 +189,11 @@ def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bun
         (["good", "good"], ["a", "a"], "'a' is given twice"),
         (["good", "more"], ["a"], "1 ids for 2 documents"),
         ("one text", None, "list"),
+        (
+            {"ids": ["a"], "documents": ["what a collection's get returned"]},
+            None,
+            "got dict.*give its chromadb collection",
+        ),
         (None, None, "documents must be a list, got NoneType"),
         (["one", "two", "three"], "xyz", "ids must be a list, got the str 'xyz'"),
     ],

@@ -34,9 +34,8 @@ def app(tmp_path: Path) -> Any:
     return collection
 
 
-@pytest.mark.parametrize("give", [lambda app: app, lambda app: app.get()], ids=["collection", "get"])
-def test_a_collection_s_passages_are_added(store: SoftContextStore, app: Any, give: Callable[[Any], Any]) -> None:
-    assert store.add(give(app), progress=False).added == 300
+def test_a_collection_s_passages_are_added(store: SoftContextStore, app: Any) -> None:
+    assert store.add(app, progress=False).added == 300
     kept = store.get_passages([f"p{n}" for n in range(300)])
     assert [each and (each.text, each.metadata) for each in kept] == [(passage(n), {"n": n}) for n in range(300)]
 
@@ -47,22 +46,6 @@ def test_metadata_that_cannot_be_stored_are_left_out(store: SoftContextStore, od
     assert store.add(given, progress=False).added == 1
     [kept] = store.get_passages(["p0"])
     assert kept is not None and kept.metadata == {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True}
-
-
-@pytest.mark.parametrize(
-    "documents",
-    [
-        {"a": "a text", "b": "another"},
-        {"ids": ["p0"], "documents": None},
-        {"ids": [["p0"]], "documents": [["a query's result"]]},
-        {"ids": "p0", "documents": "text"},
-        {},
-    ],
-)
-def test_another_mapping_is_refused(store: SoftContextStore, documents: Any) -> None:
-    with pytest.raises(ConfigError, match="a mapping is not a list of documents"):
-        store.add(documents)
-    assert len(store) == 0
 
 
 def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: WordBundle) -> None:
