@@ -127,14 +127,6 @@ def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:
         assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")
 
 
-def test_a_guess_is_not_shown(tmp_path: Path) -> None:
-    """The same score from another passage's slots: far above no context, and nothing is read."""
-    guess = [0.5, 0.6] * 20
-    [line] = methods_shown(read_report(comparison(), written(tmp_path, {"pooled": {4: guess}}, guess)))
-    assert line.startswith("- **not shown**: pooled at 4x: over no context +0.550 ")
-    assert "over another passage +0.000 " in line
-
-
 def test_a_context_off_its_ratio_is_marked(tmp_path: Path) -> None:
     """64 tokens of text: 8 slots are 8x, as the tokens that truncation keeps; 10 are 6.4x."""
     folder = written(tmp_path, {"pooled": {8: [0.5, 1.0] * 20}})

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
-
-from benchmarks.timing.concurrency import concurrency, endless
+from benchmarks.timing.concurrency import concurrency
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 
@@ -24,21 +22,3 @@ def test_figures_fit_the_time_that_all_took(talkative: Any) -> None:
     assert found.turns_rate > made[0] / elapsed
     assert 0 < found.first_seconds < elapsed and found.alone > 0
     assert found.last_first >= 1
-
-
-def test_answers_that_are_timed_do_not_end_by_themselves(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = TransformersDecoder(tiny_bundle)
-    short = [message("Who?"), message("Who kept bees in Pellmouth?")]
-    # Random weights repeat a prompt's last token: here it ends the answer.
-    last = int(decoder.prepare(short)[0].ids()[-1])
-    monkeypatch.setattr(tiny_bundle.backbone.model.generation_config, "eos_token_id", last)
-    assert {answer.finish_reason for answer in decoder.generate(short, Sampling(40))} == {"stop"}
-    with endless(tiny_bundle):
-        made = [*decoder.generate(short, Sampling(40)), decoder.generate_apart(short[0], Sampling(40))]
-        *_, streamed = decoder.stream(short[0], Sampling(40))
-    assert {answer.completion_tokens for answer in [*made, streamed]} == {40}
-    assert decoder.generate(short, Sampling(40))[0].finish_reason == "stop"
-
-
-def message(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]

@@ -7,27 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sentence_transformers import SentenceTransformer
 
-from benchmarks.timing.cost import Cost, CostTable, cost_table, measure
+from benchmarks.timing.cost import measure
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.evaluation.answering import (
-    EXTRACTED,
     FULL,
-    NONE,
     SOFT,
-    TRUNCATED,
-    Answers,
     prompt_of,
 )
-from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import TEMPLATES
 from helpers.ram import plain_ids
 from helpers.ram_store import PASSAGES, QUESTION, ask, close_bundle, close_store, read
-from helpers.sentences import save_encoder
 
 LAYERS, WIDTH = 2, 32
 
@@ -81,21 +75,3 @@ def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path:
     encoding = reading(model, len(plain_ids(bundle, QUESTION))) + segments * reading(model, 4)
     assert cost.context_flops == pytest.approx(encoding, rel=0.02)
     assert cost.first_token_flops > cost.context_flops + reading(model, tokens)
-
-
-def test_every_system_has_its_cost(tiny_bundle: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    questions = [Question(("Kormoor lies by the sea. It is old.",), f"Who is {i}?", ("it",)) for i in range(12)]
-    encoder = SentenceTransformer(str(save_encoder(tmp_path, tiny_tokenizer)))
-    keys = [(FULL, None), (NONE, None), *[(s, r) for r in (4, 8) for s in (SOFT, TRUNCATED, EXTRACTED)]]
-    answers = {key: Answers(["it"] * 12, 1.0, None) for key in keys}
-    text, numbers = CostTable((4, 8), {"encoder": encoder})(tiny_bundle, questions, answers, tmp_path)
-    assert [(row["system"], row["ratio"]) for row in numbers] == keys
-    by = {key: row for key, row in zip(keys, numbers, strict=True)}
-    for ratio in (4, 8):
-        assert by[NONE, None]["first_token_flops"] < by[TRUNCATED, ratio]["first_token_flops"]
-        assert by[TRUNCATED, ratio]["first_token_flops"] < by[FULL, None]["first_token_flops"]
-        assert by[EXTRACTED, ratio]["context_flops"] > 0 == by[TRUNCATED, ratio]["context_flops"]  # ranks each time
-    assert len(text.splitlines()) == 2 + len(keys)
-    assert cost_table({(SOFT, 8): Cost(0.01, 0.5, 2e9, 3.5e9)}).endswith(
-        "| soft context | 8x | 500.0 | 10.0 | 3.50 | 2.00 |"
-    )

@@ -127,22 +127,6 @@ def test_attention_is_that_of_the_decoder_reading_tokens_after_the_text(
     torch.testing.assert_close(found, (expected / expected.sum(1, keepdim=True)).T, atol=1e-5, rtol=1e-4)
 
 
-def test_of_several_texts_the_means(make: Callable[..., Bundle], tmp_path: Path) -> None:
-    bundle = make()
-    texts = [TEXT, "The harbour of Pellmouth was built in 1874 by two brothers from the north."]
-    assert [file.name for file in inspect(bundle, texts, tmp_path)] == ["transmission.json", "gates.png"]
-    alone = []
-    for number, text in enumerate(texts):
-        inspect(bundle, [text], tmp_path / str(number))
-        alone.append(numbers(tmp_path / str(number)))
-    found = numbers(tmp_path)
-    gates = np.concatenate([each["gates"] for each in alone])
-    np.testing.assert_allclose(found["mean_gates"], gates.mean(0), atol=1e-6)
-    shares = [each["effective_rank"] / len(each["singular_values"]) for each in alone]
-    assert found["effective_rank_share"] == pytest.approx(sum(shares) / 2)
-    assert found["overlap"] == pytest.approx(sum(each["overlap"] for each in alone) / 2)
-
-
 def test_what_cannot_be_drawn_is_said(make: Callable[..., Bundle], tiny_bundle: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="method 'mean_pooling' has no pictures: give a bundle of .*comprexit"):
         inspect(tiny_bundle, [TEXT], tmp_path)
