@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ctx_compress_rag.errors import DataError, conversion, short_repr
+from pydantic import BaseModel, ValidationError
+
+from ctx_compress_rag.errors import DataError, conversion
+from ctx_compress_rag.strict import explain
 
 T = TypeVar("T")
 
@@ -87,52 +90,36 @@ def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Tur
         raise DataError(f"cannot read {path} ({error}): give a file of JSONL in UTF-8, gzipped or not") from error
 
 
+class _Titled(BaseModel):
+    title: str
+    text: str
+
+
+class _Row(BaseModel):
+    question: str
+    answers: list[str]
+    context: str | list[str] = []
+    passages: list[_Titled] = []
+    subject: str = ""
+    evidence: list[str] = []
+
+
 def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Turn]:
     try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # "\\ud83d" alone is valid JSON, but cannot be tokenized
-    except UnicodeEncodeError:
-        raise DataError(f"{place}: half of a surrogate pair is not a character: decode the text again") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: this is not JSON ({error}): give an object, in one line") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: {short_repr(row)} is not an object: give one with question, answers and context")
-    name = "passages" if "passages" in row else "context"
-    if missing := [key for key in ("question", "answers", name) if key not in row]:
-        raise DataError(f'{place}: there is no "{missing[0]}" in it: give question, answers and context')
-    question, answers, context, subject = row["question"], row["answers"], row[name], row.get("subject", "")
-    for key, value in (("question", question), ("subject", subject)):
-        if not isinstance(value, str):
-            raise DataError(f"{place}: {key}={short_repr(value)}: give a string")
-    if not _are_strings(answers):
-        raise DataError(f"{place}: answers={short_repr(answers)}: give a list of strings")
-    if not (answers or unanswerable):
-        raise DataError(f"{place}: answers is empty: give one or more")
-    if name == "passages":
-        try:
-            context = [f"{p['title']}\n{p['text']}" for p in context]
-        except (KeyError, TypeError):
-            raise DataError(f"{place}: passages={short_repr(context)}: give objects with title and text") from None
-    passages = [context] if isinstance(context, str) else context
-    if not _are_strings(passages):
-        raise DataError(f"{place}: context={short_repr(context)}: give a string or a list of strings")
+        row = _Row.model_validate_json(line)
+    except ValidationError as error:
+        said = explain(error).removeprefix("config: ")
+        raise DataError(f"{place}: {said}; give question, answers and context, as an object in one line") from None
+    context = [row.context] if isinstance(row.context, str) else row.context
+    passages = tuple(f"{each.title}\n{each.text}" for each in row.passages) or tuple(context)
     if not passages or not all(map(str.strip, passages)):
-        raise DataError(f"{place}: {name} is empty, or a passage in it: give one passage or more, none blank")
-    passages = tuple(passages)
-    return passages, Turn(question, tuple(answers), subject, _evidence(row.get("evidence", []), passages, place))
-
-
-def _are_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _evidence(given: Any, passages: Sequence[str], place: str) -> tuple[str, ...]:
-    if not isinstance(given, list) or not all(isinstance(part, str) and part.strip() for part in given):
-        raise DataError(f"{place}: evidence must be a list of strings, none of them blank, got {short_repr(given)}")
-    for part in given:
-        if not any(part in passage for passage in passages):
+        raise DataError(f"{place}: context or passages are empty, or one of them: give one or more, none blank")
+    if not (row.answers or unanswerable):
+        raise DataError(f"{place}: answers is empty: give one or more")
+    for part in row.evidence:
+        if not part.strip() or not any(part in passage for passage in passages):
             raise DataError(f"{place}: no passage contains the evidence {part[:80]!r}: copy it exactly from a passage")
-    return tuple(given)
+    return passages, Turn(row.question, tuple(row.answers), row.subject, tuple(row.evidence))
 
 
 def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:

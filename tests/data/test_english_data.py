@@ -16,7 +16,7 @@ from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.data.mixing import mix
-from ctx_compress_rag.data.texts import documents, text_examples
+from ctx_compress_rag.data.texts import text_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.examples import load_examples, load_texts
@@ -104,9 +104,6 @@ def test_a_text_file_is_read_whole_packed_or_not(tmp_path: Path) -> None:
     with lzma.open(tmp_path / "a.txt.xz", "wt", encoding="utf-8") as packed:
         packed.write(text)
     for name in ("a.txt", "a.txt.xz"):
-        blocks = list(documents(tmp_path / name))
-        assert "".join(blocks) == text and len(blocks) > 2
-        assert all(block.endswith("\n") for block in blocks[:-1])
         rows = text_examples(tmp_path / name, words=40)
         assert "\n".join(r.passages[0] for r in rows).split() == text.split()
         assert all(40 <= len(r.passages[0].split()) < 60 for r in rows[:-1])

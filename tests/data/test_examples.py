@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -24,27 +23,26 @@ def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"answers": ["a"], "context": "c"}', 'there is no "question" in it: give question, answers and context'),
-        ('{"question": "Q", "answers": ["a"]}', 'there is no "context" in it: give question, answers and context'),
-        ("[1]", "[1] is not an object: give one with question, answers and context"),
-        ("{", "this is not JSON (Expecting "),
-        ("[" * 100_000, "this is not JSON (maximum recursion"),
-        ('{"question": 5, "answers": ["a"], "context": "c"}', "question=5: give a string"),
-        ('{"question": "Q", "answers": [5], "context": "c"}', "answers=[5]: give a list of strings"),
-        ('{"question": "Q", "answers": "a", "context": "c"}', "answers='a': give a list of strings"),
+        ('{"answers": ["a"], "context": "c"}', "question is missing"),
+        ('{"question": "Q", "answers": ["a"]}', "context or passages are empty"),
+        ("[1]", r"\[1\]"),
+        ("{", "JSON"),
+        ("[" * 100_000, "JSON"),
+        ('{"question": 5, "answers": ["a"], "context": "c"}', "question: .*5"),
+        ('{"question": "Q", "answers": [5], "context": "c"}', "answers.0: .*5"),
+        ('{"question": "Q", "answers": "a", "context": "c"}', "answers: .*'a'"),
         ('{"question": "Q", "answers": [], "context": "c"}', "answers is empty: give one or more"),
-        ('{"question": "Q", "answers": ["a"], "context": 5}', "context=5: give a string or a list of strings"),
-        ('{"question": "Q", "answers": ["a"], "context": []}', "context is empty, or a passage in it: give one"),
-        ('{"question": "Q", "answers": ["a"], "context": ["c", " "]}', "context is empty, or a passage in it: give"),
-        ('{"question": "Q", "answers": ["a"], "passages": []}', "passages is empty, or a passage in it: give one"),
-        ('{"question": "Q", "answers": ["a"], "passages": ["c"]}', "passages=['c']: give objects with title and text"),
-        (r'{"question": "Q", "answers": ["a"], "context": "cut emoji \ud83d"}', "half of a surrogate pair is not a"),
+        ('{"question": "Q", "answers": ["a"], "context": 5}', "context.*5"),
+        ('{"question": "Q", "answers": ["a"], "context": ["c", " "]}', "context or passages are empty"),
+        ('{"question": "Q", "answers": ["a"], "passages": []}', "context or passages are empty"),
+        ('{"question": "Q", "answers": ["a"], "passages": ["c"]}', "passages.0: .*'c'"),
+        (r'{"question": "Q", "answers": ["a"], "context": "cut emoji \ud83d"}', "JSON.*escape"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
     good = json.dumps({"question": "Q", "answers": ["a"], "context": "c"})
     (tmp_path / "data.jsonl").write_text(f"{good}\n{row}\n")
-    with pytest.raises(DataError, match=re.escape(f"data.jsonl:2: {said}")):
+    with pytest.raises(DataError, match=f"data.jsonl:2: .*{said}"):
         read_jsonl(tmp_path / "data.jsonl")
 
 

@@ -140,7 +140,7 @@ def test_evidence_makes_positives(tiny_tokenizer: Any, tmp_path: Path) -> None:
     for row, spans in zip(batch["rows"], said, strict=True):
         touched = [text == passage and any(a < end and b > begin for begin, end in spans) for text, a, b in bounds]
         assert row.positives == touched and 0 < sum(touched) < len(touched)
-    for wrong, fault in (("that Ada won", "a list of strings"), ([" "], "blank"), (["ada won"], "'ada won'")):
+    for wrong, fault in (("that Ada won", "evidence: .*'that Ada won'"), ([" "], "' '"), (["ada won"], "'ada won'")):
         rows[0]["evidence"] = wrong
         file.write_text(json.dumps(rows[0]))
         with pytest.raises(DataError, match=f"rows.jsonl:1: .*{fault}"):
