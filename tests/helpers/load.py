@@ -47,11 +47,12 @@ class Load:
 
 async def load(url: str, model: str, clients: int, seconds: float, key: str = "none", tokens: int = 8) -> Load:
     """Ask until the time is over; every client waits for its answer before it asks again."""
-    made, until = Load(), time.monotonic() + seconds
+    made = Load()
     limits = httpx.Limits(max_connections=clients)
     http = httpx.AsyncClient(limits=limits, timeout=_WAIT)
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http) as client:
         markers = await compressed(client, PASSAGES)
+        until = time.monotonic() + seconds
 
         async def ask(number: int) -> None:
             for turn in count(number):

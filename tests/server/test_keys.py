@@ -48,11 +48,6 @@ def test_malformed_keys_are_refused_and_not_shown(tmp_path: Path, text: str, mes
     assert ONE not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the API keys"):
-        find_keys(tmp_path / "keys")
-
-
 def test_a_network_is_let_in_with_keys_only() -> None:
     for host in ("127.0.0.1", "::1", "localhost"):
         listen(host, 0, guarded=False).close()

@@ -1,10 +1,12 @@
-"""`ctx-compress serve` as a process of its own: it answers many at once, it compresses, and it stops when told."""
+"""`ctx-compress serve` as a process of its own: it answers many at once in flat memory, and stops when told."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -46,6 +48,30 @@ def check_it_serves(url: str) -> None:
         assert long.status_code == 400 and "60 are allowed here" in long.json()["error"]["message"]
         assert http.post(f"{url}/completions", json={"model": "tiny", "prompt": "bees " * 1000}).status_code == 413
         assert httpx.get(f"{url}/models").status_code == 401
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_sixty_four_clients_for_two_minutes_in_flat_memory(index: Path) -> None:
+    megabytes: list[int] = []
+    ended = threading.Event()
+    with serving(index) as (process, url):
+
+        def watch() -> None:
+            while not ended.wait(1):
+                pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+                megabytes.append(pages * os.sysconf("SC_PAGE_SIZE") >> 20)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            found = asyncio.run(load(url, "tiny", clients=64, seconds=120, key=ANNA))
+        finally:
+            ended.set()
+            watcher.join()
+    found.check(64)
+    quarter = len(megabytes) // 4
+    assert max(megabytes[-quarter:]) - max(megabytes[quarter : 2 * quarter]) < 32
 
 
 @pytest.mark.parametrize(

@@ -141,85 +141,57 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "message"),
+    ("body", "message"),
     [
-        ({"messages": []}, 400, "messages is empty: send 1 or more"),
+        ({"messages": []}, "messages is empty: send 1 or more"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
-            400,
-            "messages.0.role='tool' is not supported here: send 'system', ",
+            "messages.0.role='tool' is not supported here: send 'system'",
         ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            400,
-            "0.type='image_url'",
-        ),
-        ({"messages": [{"role": "user", "content": " "}]}, 400, "empty"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": "bees " * 3000}]}, 400, "window of 1024"),
-        ({"max_tokens": 0}, 400, "max_tokens=0: Input should be greater"),
-        ({"max_tokens": "many"}, 400, "max_tokens='many': Input should be a valid integer"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"temperature": "Infinity"}, 400, "temperature"),
-        ({"top_p": 0}, 400, "top_p"),
-        ({"stop": [""]}, 400, "stop"),
-        ({"stop": 5}, 400, "stop=5 is not a list: send"),
-        ({"stop": ["x"] * 17}, 400, "stop has more than 16 items: send fewer"),
-        ({"stop": "x" * 1001}, 400, "at most 1000 characters"),
-        ({"stop": ["a", "x" * 1001]}, 400, "at most 1000 characters"),
-        ({"messages": [{"role": "user", "content": c} for c in [""] * 1100 + ["x"]]}, 400, "has 1101 messages"),
-        ({"n": 2}, 400, "n=2 is not supported here: leave it out"),
-        ({"presence_penalty": 1}, 400, "presence_penalty=1"),
-        ({"frequency_penalty": -0.5}, 400, "frequency_penalty=-0.5"),
-        ({"top_logprobs": 2}, 400, "top_logprobs=2"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, 400, "tools=[{'type': 'function'}] is not supported here: leave it out"),
-        ({"response_format": {"type": "xml"}}, 400, "response_format={'type': 'xml'} is not supported here: send one"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema is missing: send it"),
-        ({"response_format": json_format({"type": "nothing"})}, 400, "json_schema"),
-        ({"response_format": json_format({"enum": ["x" * 99] * 700})}, 400, "65536 are allowed"),
-        ({"response_format": json_format(nested(400))}, 400, "recursion"),
-        ({"response_format": json_format({"$ref": "http://somewhere/else"})}, 400, "json_schema"),
-        ({"best": 1}, 400, "best=1"),
-        ({"reasoning_effort": "high"}, 400, "reasoning_effort='high'"),
-        ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0"),
-        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]}, 400, "messages.0.audio="),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "messages.0.tool_calls="),
-        ({"model": "gpt-4o"}, 404, "no model 'gpt-4o'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "0.type='image_url'"),
+        ({"messages": [{"role": "user", "content": " "}]}, "empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": "bees " * 3000}]}, "window of 1024"),
+        ({"messages": [{"role": "user", "content": c} for c in [""] * 1100 + ["x"]]}, "has 1101 messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls="),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"max_tokens": "many"}, "max_tokens='many'"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop=5 is not a list: send"),
+        ({"stop": ["x"] * 17}, "stop has more than 16 items: send fewer"),
+        ({"stop": "x" * 1001}, "at most 1000 characters"),
+        ({"n": 2}, "n=2 is not supported here: leave it out"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty=-0.5"),
+        ({"top_logprobs": 2}, "top_logprobs=2"),
+        ({"tools": [{"type": "function"}]}, "tools=[{'type': 'function'}] is not supported here: leave it out"),
+        ({"response_format": {"type": "xml"}}, "response_format={'type': 'xml'} is not supported here: send one"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing: send it"),
+        ({"response_format": json_format({"type": "nothing"})}, "json_schema"),
+        ({"response_format": json_format({"enum": ["x" * 99] * 700})}, "65536 are allowed"),
+        ({"response_format": json_format(nested(400))}, "recursion"),
+        ({"response_format": json_format({"$ref": "http://somewhere/else"})}, "json_schema"),
+        ({"best": 1}, "best=1"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], status: int, message: str) -> None:
+def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], message: str) -> None:
     whole = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **body}
     for stream in (False, True):
         reply = post(url, "chat/completions", content=json.dumps({**whole, "stream": stream}))
-        assert reply.status_code == status, reply.text
+        assert reply.status_code == 400, reply.text
         assert message in reply.json()["error"]["message"]
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"{}", "input is missing: send it"),
-        (b"[]", "the body is not a JSON object: send one"),
-        (b"[5]", "the body is not a JSON object: send one"),
-        (b'{"input": 5}', "input=5 is not a list: send"),
-        (b'{"input": []}', "input is empty: send 1 or more"),
-        (b'{"input": ["a", 5]}', "input.1=5: Input should be a valid string"),
-        (b'{"input": "a", "ratio": "x"}', "ratio='x': Input should be a valid integer"),
-    ],
-)
-def test_compress_says_what_to_send(url: str, content: bytes, message: str) -> None:
-    reply = post(url, "compress", content=content)
-    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
-
-
 def test_bodies_that_are_no_request(url: str) -> None:
     headers = {"Authorization": f"Bearer {ANNA}"}
-    for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b'"text"', b"null"):
+    for content in (b"", b"{", b"[" * 50_000, b"\xff\xfe", b"[5]", b"null"):
         reply = post(url, "chat/completions", content=content)
         assert reply.status_code == 400, (content[:10], reply.text)
         assert "JSON" in reply.json()["error"]["message"] and reply.json()["error"]["param"] is None
+    assert "input.1=5" in post(url, "compress", {"input": ["a", 5]}).json()["error"]["message"]
     plain = post(url, "compress", content=b'{"input": "a"}', headers={"Content-Type": "text/plain"})
     assert "send one, with the header Content-Type: application/json" in plain.json()["error"]["message"]
     for route in ("embeddings", "responses"):
@@ -267,30 +239,24 @@ def test_a_deleted_passage_is_said_and_no_path_is_shown(url: str, store: SoftCon
 
 
 def test_faults_of_the_server_are_not_explained_to_clients(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("/secret/path")
-
-    with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
-        for stream in (False, True):
-            with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
-                client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream)
-            assert "secret" not in str(caught.value)
-    assert client(url).chat.completions.create(model="tiny", messages=chat(store)).choices
-
-
-def test_an_error_in_the_middle_of_a_stream_reaches_the_client(
     url: str, store: SoftContextStore, decoder: TransformersDecoder
 ) -> None:
+    """Neither before the first piece nor in the middle of a stream."""
     passes: list[int] = []
 
     def fail(*_: Any, **__: Any) -> None:
         passes.append(1)
         if len(passes) > 6:
-            raise RuntimeError("broken")
+            raise RuntimeError("/secret/path")
+
+    def ask(stream: bool) -> None:
+        list(client(url).chat.completions.create(model="tiny", messages=chat(store), stream=stream))
 
     with decoder.bundle.backbone.model.register_forward_pre_hook(fail):
-        stream = client(url).chat.completions.create(model="tiny", messages=chat(store), stream=True)
         with pytest.raises(openai.APIError, match="failed to answer"):
-            list(stream)
+            ask(stream=True)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="its log says why") as caught:
+                ask(stream)
+            assert "secret" not in str(caught.value)
+    ask(stream=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,23 +38,15 @@ def store(talkative: Any) -> SoftContextStore:
     return made
 
 
-@pytest.fixture(scope="module")
-def started(talkative: Any) -> Iterator[tuple[FakeVllm, str]]:
-    fake = FakeVllm(talkative)
+@pytest.fixture
+def fake(talkative: Any) -> FakeVllm:
+    return FakeVllm(talkative)
+
+
+@pytest.fixture
+def url(fake: FakeVllm) -> Iterator[str]:
     with listening(fake.app) as url:
-        yield fake, url
-
-
-@pytest.fixture
-def fake(started: tuple[FakeVllm, str]) -> FakeVllm:
-    started[0].bodies.clear()
-    started[0].clients.clear()
-    return started[0]
-
-
-@pytest.fixture
-def url(started: tuple[FakeVllm, str]) -> str:
-    return started[1]
+        yield url
 
 
 @pytest.fixture
@@ -116,14 +107,12 @@ def test_a_form_goes_without_fields_that_nobody_asked_for(fake: FakeVllm, there:
     [body] = fake.bodies
     sent = body["response_format"]
     assert sent["type"] == "json_schema" and sent["json_schema"]["schema"] == {**schema, "additionalProperties": False}
-    with pytest.raises(ConfigError, match="json_schema="):
-        there.generate(["How many?"], Sampling(2, json_schema="no json"))
-
-
-def test_a_server_cannot_quote(fake: FakeVllm, there: ServerDecoder) -> None:
-    with pytest.raises(ConfigError, match="extractive answers need the decoder in this process"):
-        there.generate(["How many?"], Sampling(2, extractive=True))
-    assert fake.bodies == []
+    for sampling, message in (
+        (Sampling(2, json_schema="no json"), "json_schema="),
+        (Sampling(2, extractive=True), "extractive"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            there.generate(["How many?"], sampling)
 
 
 def test_answers_and_streams_are_those_of_the_decoder_here(
@@ -141,12 +130,9 @@ def test_logprobs_are_those_of_the_decoder_here(
     there: ServerDecoder, talkative: Any, store: SoftContextStore, soft: str
 ) -> None:
     sampling = Sampling(max_new_tokens=6, logprobs=True, top_logprobs=2)
-    for here, answer in zip(
-        TransformersDecoder(talkative, store).generate([soft, "Who?"], sampling),
-        there.generate([soft, "Who?"], sampling),
-        strict=True,
-    ):
-        assert here.logprobs and answer.logprobs and len(here.logprobs) == len(answer.logprobs)
+    expected = TransformersDecoder(talkative, store).generate([soft, "Who?"], sampling)
+    for here, answer in zip(expected, there.generate([soft, "Who?"], sampling), strict=True):
+        assert here.logprobs
         for one, other in zip(here.logprobs, answer.logprobs, strict=True):
             assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
             assert other.top[0][1] == pytest.approx(one.top[0][1], abs=1e-4)
@@ -216,49 +202,33 @@ def test_a_nan_never_leaves(
 
 def test_the_servers_window_holds(fake: FakeVllm, there: ServerDecoder, talkative: Any) -> None:
     one = len(talkative.tokenizer(" bees")["input_ids"])
-    with pytest.raises(ConfigError, match="server's window of 256"):
+    with pytest.raises(ConfigError, match="window of 256"):
         there.generate([" bees" * (260 // one)], TOKENS)
-    assert fake.bodies == []
     there.generate([" bees" * (252 // one)], TOKENS)
     [body] = fake.bodies
     assert len(body["prompt"]) + body["max_tokens"] == 256
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"server": "localhost:8000"}, "server='localhost:8000'"),
-        ({"timeout": 0}, "timeout=0"),
-        ({"timeout": float("nan")}, "timeout=nan"),
-        ({"max_retries": -1}, "max_retries=-1"),
-    ],
-)
-def test_impossible_options(talkative: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ServerDecoder(talkative, **{"server": "http://127.0.0.1:1", **options})
+def test_impossible_options(talkative: Any) -> None:
+    options: dict[str, Any]
+    for options in ({"server": "localhost:8000"}, {"timeout": 0}, {"timeout": float("nan")}, {"max_retries": -1}):
+        [(name, value)] = options.items()
+        with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+            ServerDecoder(talkative, **{"server": "http://127.0.0.1:1", **options})
 
 
 # What goes wrong there
 
 
-def test_a_busy_server_is_asked_again(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
+def test_a_server_that_is_busy_or_only_starts_is_asked_again(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
+    fake.starting += [503, 502]
     fake.faults += [503, 429]
     assert there.generate([soft], TOKENS)[0].text
     assert len(fake.bodies) == 3
     fake.faults += [503, 503, 503]
-    with pytest.raises(ServerError, match="did not answer .status 503."):
+    with pytest.raises(ServerError, match="status 503"):
         there.generate([soft], TOKENS)
-    assert not fake.faults
-
-
-def test_a_server_that_only_starts_is_asked_again(fake: FakeVllm, talkative: Any, url: str) -> None:
-    fake.starting += [503, 502]
-    early = ServerDecoder(talkative, server=url, api_key=KEY, max_retries=2)
-    assert early.generate(["Who?"], TOKENS)[0].text
-    fake.starting += [503, 503]
-    with pytest.raises(ServerError, match="did not answer .status 503."):
-        ServerDecoder(talkative, server=url, api_key=KEY, max_retries=1).generate(["Who?"], TOKENS)
-    assert not fake.starting
+    assert not fake.faults and not fake.starting
 
 
 @pytest.mark.parametrize(
@@ -284,11 +254,9 @@ def test_faults_reach_the_caller_once(
 
 
 def test_nobody_there_and_no_key(talkative: Any, url: str) -> None:
-    began = time.monotonic()
     nobody = ServerDecoder(talkative, server="http://127.0.0.1:1", max_retries=0, timeout=5)
     with pytest.raises(ServerError, match="check that it is running"):
         nobody.generate(["Who?"], TOKENS)
-    assert time.monotonic() - began < 30
     with pytest.raises(ServerError, match=r"401.*give the server's api_key") as caught:
         ServerDecoder(talkative, server=url, api_key="wrong-key").generate(["Who?"], TOKENS)
     assert "wrong-key" not in str(caught.value)
