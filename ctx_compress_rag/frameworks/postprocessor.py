@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -63,10 +63,6 @@ class MarkingPostprocessor(BaseModel):
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
         raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with settings of its own; the store is shared."""
-        return self.model_copy()
 
     def _mark(
         self,

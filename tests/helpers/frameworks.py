@@ -28,8 +28,8 @@ class LangChain:
         return Document(text, id=id, metadata=metadata)
 
     @staticmethod
-    def mark(found: list[Document], **options: Any) -> list[Document]:
-        return langchain_ctx_compress.CompressedContextPostprocessor(**options).invoke(found)
+    def mark(found: list[Document], query: str = "", **options: Any) -> list[Document]:
+        return list(LangChain.postprocessor(**options).compress_documents(found, query))
 
     @staticmethod
     def shown(document: Document) -> str:
@@ -69,8 +69,8 @@ class LlamaIndex:
         return NodeWithScore(node=node)
 
     @staticmethod
-    def mark(found: list[NodeWithScore], **options: Any) -> list[NodeWithScore]:
-        return CompressedContextPostprocessor(**options).postprocess_nodes(found)
+    def mark(found: list[NodeWithScore], query: str | None = None, **options: Any) -> list[NodeWithScore]:
+        return CompressedContextPostprocessor(**options).postprocess_nodes(found, query_str=query)
 
     @staticmethod
     def shown(scored: NodeWithScore) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
@@ -58,10 +58,6 @@ class CompressSoftContext(TransformComponent):
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The fields and a random value: LlamaIndex's cache, which compares them, never skips the step."""
         return {**super().to_dict(**kwargs), "run": secrets.token_hex(8)}
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with settings of its own; the store is shared."""
-        return self.model_copy()
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be sent to another process; LlamaIndex would send it without its store."""
