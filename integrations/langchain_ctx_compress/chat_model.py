@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -15,13 +14,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import (
-    Runnable,
-    RunnableLambda,
-    RunnableMap,
-    RunnablePassthrough,
-    RunnableSerializable,
-)
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableSerializable
 from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict
@@ -33,7 +26,7 @@ from ctx_compress_rag.decoding.logprobs import as_openai
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks.llm import OPTIONS
 from ctx_compress_rag.store.marker import current_scope
-from langchain_ctx_compress.messages import parsed, to_chat
+from langchain_ctx_compress.messages import parsed, parsed_with_raw, to_chat
 
 _PROVIDER = "ctx-compress"
 
@@ -177,13 +170,12 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         """
         if unknown := sorted(kwargs.keys() - {"method", "strict"}):
             raise ConfigError(f"with_structured_output has no option {unknown[0]!r}: it takes include_raw")
-        wanted = {"type": "json_schema", "json_schema": {"schema": _json_schema(schema)}}
-        llm, parse = self.bind(response_format=wanted), RunnableLambda(partial(parsed, schema))
-        if not include_raw:
-            return llm | parse
-        both = RunnablePassthrough.assign(parsed=itemgetter("raw") | parse, parsing_error=lambda _: None)
-        neither = RunnablePassthrough.assign(parsed=lambda _: None)
-        return RunnableMap(raw=llm) | both.with_fallbacks([neither], exception_key="parsing_error")
+        # LangChain's conversion keeps only the title of a schema without `properties`: only tools go through it.
+        is_tool = isinstance(schema, dict) and schema.keys() & {"name", "function", "toolSpec"}
+        form = convert_to_json_schema(schema) if is_tool or not isinstance(schema, dict) else schema
+        wanted = {"type": "json_schema", "json_schema": {"schema": form}}
+        parse: Any = partial(parsed_with_raw if include_raw else parsed, schema)
+        return self.bind(response_format=wanted) | RunnableLambda(parse)
 
     def configurable_fields(
         self, **fields: AnyConfigurableField
@@ -230,9 +222,3 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
             "slots": done.slots,
         }
         return found if done.logprobs is None else found | {"logprobs": as_openai(done.logprobs)}
-
-
-def _json_schema(schema: dict[str, Any] | type) -> dict[str, Any]:
-    # LangChain's conversion keeps nothing but the title of a schema without `properties`, so only tools go through it.
-    is_tool = isinstance(schema, dict) and schema.keys() & {"name", "function", "toolSpec"}
-    return convert_to_json_schema(schema) if is_tool or not isinstance(schema, dict) else schema

@@ -40,6 +40,14 @@ def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
         raise OutputParserException(f"the answer does not fit the schema ({error}): {text!r}", text) from error
 
 
+def parsed_with_raw(schema: dict[str, Any] | type, message: AIMessage) -> dict[str, Any]:
+    """The message, and what `parsed` makes of it or raises."""
+    try:
+        return {"raw": message, "parsed": parsed(schema, message), "parsing_error": None}
+    except OutputParserException as error:
+        return {"raw": message, "parsed": None, "parsing_error": error}
+
+
 def _role(message: BaseMessage) -> str:
     match message:
         case HumanMessage():
