@@ -157,15 +157,11 @@ def test_metadata_with_a_marker_are_text(app: App) -> None:
 # What is shown
 
 
-def numbers_of(store: SoftContextStore) -> list[str]:
-    """The beginnings of the stored slots' values, as Python writes them."""
-    values = [value for soft in store.get(store.ids()) if soft for value in soft.slots.flatten().tolist()]
-    return [repr(value)[:8] for value in values if len(repr(value)) > 8]
-
-
 def assert_hidden(reports: list[str], store: SoftContextStore) -> None:
     """No report shows the store's key or vectors."""
-    hidden = ["tensor(", "array(", SECRET.decode(), SECRET.hex(), *numbers_of(store)]
+    values = [value for soft in store.get(store.ids()) if soft for value in soft.slots.flatten().tolist()]
+    numbers = [repr(value)[:8] for value in values if len(repr(value)) > 8]
+    hidden = ["tensor(", "array(", SECRET.decode(), SECRET.hex(), *numbers]
     assert len(hidden) > 100
     for report in reports:
         assert not [text for text in hidden if text in report]

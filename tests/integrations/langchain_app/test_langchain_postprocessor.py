@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
 
 from ctx_compress_rag import ConfigError
-from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App, open_app, while_the_decoder_is_taken
+from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App
 from langchain_ctx_compress import expand_prompt, restore_sources
 
 
@@ -29,19 +27,6 @@ def test_what_is_no_list_of_documents_is_refused(app: App, given: Any) -> None:
     for call in (app.postprocessor().invoke, partial(restore_sources, store=app.store)):
         with pytest.raises(ConfigError, match=r"got (str|Document|dict): .*after a retriever"):
             call(given)
-
-
-def test_compression_leaves_the_event_loop_free(talkative: Any, tmp_path: Path) -> None:
-    app = open_app(tmp_path, talkative, indexed=False)
-    postprocessor = app.postprocessor()
-
-    async def both_ways() -> list[list[Document]]:
-        return await asyncio.gather(
-            postprocessor.ainvoke(SOURCES), postprocessor.acompress_documents(SOURCES, QUESTION)
-        )
-
-    one, other = asyncio.run(while_the_decoder_is_taken(app.bundle, both_ways()))
-    assert one == other == postprocessor.invoke(SOURCES)
 
 
 def test_import_without_langchain_names_the_extra() -> None:
