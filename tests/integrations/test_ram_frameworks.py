@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.runnables import RunnableLambda
 
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.store import SoftContextStore
-from helpers.frameworks import FRAMEWORKS, LangChain
+from helpers.frameworks import FRAMEWORKS
 from helpers.ram_store import PASSAGES, QUESTION, ask, close_bundle, close_store
 
 
@@ -32,8 +31,6 @@ def test_a_step_without_a_question_says_how_to_give_it(store: SoftContextStore, 
     found = [framework.found(text) for text in PASSAGES]
     with pytest.raises(ConfigError, match="ContextualCompressionRetriever.*query_bundle or query_str"):
         framework.mark(found, store=store)
-    with pytest.raises(ConfigError, match="ContextualCompressionRetriever"):
-        (RunnableLambda(lambda _: found) | LangChain.postprocessor(store=store)).invoke(QUESTION)
     for options, error in (({"token_budget": 9}, ConfigError), ({"ratio": 1}, RatioError)):
         with pytest.raises(error, match="ram bundle"):
             framework.postprocessor(store=store, **options)
