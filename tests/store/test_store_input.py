@@ -40,14 +40,6 @@ def test_a_collection_s_passages_are_added(store: SoftContextStore, app: Any) ->
     assert [each and (each.text, each.metadata) for each in kept] == [(passage(n), {"n": n}) for n in range(300)]
 
 
-@pytest.mark.parametrize("odd", [{"title": "\ud800"}, {"\udfff": 1}, {"n": 10**5000}, {"n": -(2**63) - 1}])
-def test_metadata_that_cannot_be_stored_are_left_out(store: SoftContextStore, odd: dict[str, Any]) -> None:
-    given = [Passage(passage(0), "p0", {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True} | odd)]
-    assert store.add(given, progress=False).added == 1
-    [kept] = store.get_passages(["p0"])
-    assert kept is not None and kept.metadata == {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True}
-
-
 def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: WordBundle) -> None:
     app.add(["empty"], [[0.0]], metadatas=[{"n": -1}])  # a record without a text
     store.add(["a passage of somebody else"], ["p1"], scope="tenant", progress=False)
@@ -93,14 +85,6 @@ def test_an_impossible_ratio_is_refused_at_opening(tmp_path: Path, bundle: WordB
     assert not (tmp_path / "store").exists()
 
 
-def test_an_impossible_ratio_is_refused_by_bundles(make_tiny_bundle: Any, tmp_path: Path) -> None:
-    ram = make_tiny_bundle(name="ram", segment_tokens=8)
-    for bundle, ratio in ((make_tiny_bundle(), 3), (ram, 16)):
-        with pytest.raises(RatioError, match=f"ratio {ratio}"):
-            SoftContextStore(tmp_path, bundle, ratio=ratio)
-    assert SoftContextStore(tmp_path, ram, ratio=8).base_ratio == 8
-
-
 def test_a_store_that_was_made_with_an_impossible_ratio_says_so(tmp_path: Path, bundle: WordBundle) -> None:
     client = chromadb.PersistentClient(str(tmp_path))
     with SoftContextStore(client, bundle) as store:
@@ -119,15 +103,6 @@ def test_numbers_are_taken_as_people_write_them(tmp_path: Path, bundle: WordBund
         add(store, 1)
         assert store.markers(["p0"], ratio) == store.markers(["p0"], 16) == [store.marker("p0", ratio)]
         assert mark(store, [passage(0)], ["p0"], ratio=ratio) == store.markers(["p0"], 16)
-
-
-@pytest.mark.parametrize("ids", [None, 5, [3], "p0"])
-def test_ids_are_strings_in_a_list(store: SoftContextStore, ids: Any) -> None:
-    add(store, 1)
-    for refused in (store.delete, store.get):
-        with pytest.raises(ConfigError, match="ids must be"):
-            refused(ids)
-    assert store.ids() == ["p0"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(bundle: WordBundle, tmp_path: Path) -> None:
@@ -176,11 +151,6 @@ def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_numbers_of_numpy_and_as_text_are_options(tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, WordBundle(), lock_timeout="8") as store:  # type: ignore[arg-type]
-        assert add(store, 1).added == 1
-
-
 def test_a_store_cannot_be_pickled_and_deep_copies_share_it(store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="SoftContextStore cannot be pickled: open it"):
         pickle.dumps([store])
@@ -193,10 +163,13 @@ for _ in range(10_000):
     DEEP = [DEEP]
 
 
-@pytest.mark.parametrize("value", [HUGE, DEEP, float("nan"), {"a": DEEP}, "half \ud83d"], ids=lambda _: "")
+@pytest.mark.parametrize(
+    "value", [HUGE, -(2**63) - 1, DEEP, float("nan"), {"a": DEEP}, "half \ud83d"], ids=lambda _: ""
+)
 def test_metadata_that_json_cannot_hold_stay_in_the_app(store: SoftContextStore, value: Any) -> None:
-    store.add([Passage(passage(0), "a", {"odd": value, "page": 3, HUGE: 1})], progress=False)
-    assert store.get_passages(["a"])[0].metadata == {"page": 3}
+    kept = {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True}
+    store.add([Passage(passage(0), "a", {"odd": value, HUGE: 1, "\udfff": 1} | kept)], progress=False)
+    assert store.get_passages(["a"])[0].metadata == kept
 
 
 def test_numbers_of_numpy_are_stored_as_pythons(store: SoftContextStore) -> None:

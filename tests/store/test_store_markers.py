@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 import stat
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, PayloadError, RatioError, StoreError
-from ctx_compress_rag.marking.mark import MarkingOptions, expand, mark
+from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_FILE, KEY_VARIABLE, key_from_file
 from ctx_compress_rag.store.marker import scope
@@ -102,24 +101,6 @@ def test_a_ratio_that_cannot_be_made_is_refused(store: SoftContextStore, ratio: 
     add(store, 1)
     with pytest.raises(RatioError, match=f"ratio {ratio} .*multiple of 4"):
         store.marker("p0", ratio)
-
-
-def test_slots_that_do_not_nest_are_not_merged(tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, WordBundle(nestable=False)) as store:
-        add(store, 1)
-        assert store.split(store.marker("p0", 4))[0].slots == 8
-        for refused in (lambda: store.marker("p0", 8), lambda: MarkingOptions(8).checked(store)):
-            with pytest.raises(RatioError, match="cannot be merged"):
-                refused()
-
-
-def test_a_copied_folder_is_the_same_store(tmp_path: Path, bundle: WordBundle) -> None:
-    with SoftContextStore(tmp_path / "one", bundle) as store:
-        add(store, 3)
-        marker = store.marker("p1", 8)
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    with SoftContextStore(tmp_path / "two", bundle) as copy:
-        assert copy.text_of(copy.split(marker)) == [passage(1)]
 
 
 # Keys
