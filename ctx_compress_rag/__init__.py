@@ -1,33 +1,12 @@
 """Soft context for RAG: compress passages once, keep them in Chroma, read them with a local decoder.
 
-Everything except the errors is imported on first use, so that `import ctx_compress_rag` does not import torch.
+Everything is imported on first use, so that `import ctx_compress_rag` does not import torch. Errors: `errors`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from ctx_compress_rag.errors import (
-    BundleError,
-    ConfigError,
-    CtxCompressError,
-    DataError,
-    DecoderMemoryError,
-    FingerprintMismatchError,
-    MissingExtraError,
-    MissingPassageError,
-    PayloadError,
-    RatioError,
-    ServerError,
-    StoreError,
-    StoreLockedError,
-    StoreWriteError,
-    TimeUpError,
-    TrainingError,
-    UnreadableMarkerError,
-    WorkerError,
-)
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -37,32 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Bundle",
-    "BundleError",
-    "ConfigError",
-    "CtxCompressError",
-    "DataError",
-    "DecoderMemoryError",
-    "FingerprintMismatchError",
-    "MissingExtraError",
-    "MissingPassageError",
-    "Passage",
-    "PayloadError",
-    "RatioError",
-    "ServerError",
-    "SoftContext",
-    "SoftContextStore",
-    "StoreError",
-    "StoreLockedError",
-    "StoreWriteError",
-    "TimeUpError",
-    "TrainingError",
-    "TransformersDecoder",
-    "UnreadableMarkerError",
-    "WorkerError",
-    "__version__",
-]
+__all__ = ["Bundle", "Passage", "SoftContext", "SoftContextStore", "TransformersDecoder", "__version__"]
 
 _LAZY = {
     "Bundle": "ctx_compress_rag.bundle.bundle",

@@ -7,6 +7,7 @@ with a result is not trained again; an interrupted one resumes from its last che
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -52,7 +53,7 @@ from ctx_compress_rag.evaluation.answering import (
 from ctx_compress_rag.evaluation.baselines import count, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
-from ctx_compress_rag.json_files import read_json, write_json
+from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
@@ -230,7 +231,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         ConfigError: the file is damaged.
         FileNotFoundError: there is none.
     """
-    return read_json(folder / RUN_FILE, "give another --output, or delete the folder")
+    return _read_json(folder / RUN_FILE, "give another --output, or delete the folder")
 
 
 def result_file(folder: Path, name: str) -> Path:
@@ -240,7 +241,7 @@ def result_file(folder: Path, name: str) -> Path:
 
 def read_result(folder: Path, name: str) -> dict[str, Any]:
     """An entry's result in a comparison's folder; raises as `read_run`."""
-    return read_json(result_file(folder, name), _DELETE)
+    return _read_json(result_file(folder, name), _DELETE)
 
 
 def check_recipes(comparison: Comparison, folder: Path) -> None:
@@ -361,7 +362,7 @@ def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
     report = recipe.output / REPORT_FILE
     if not report.exists():
         run_recipe(_recipe_file(recipe))
-    return read_json(report, _DELETE)
+    return _read_json(report, _DELETE)
 
 
 def _entry_result(
@@ -461,3 +462,11 @@ def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:
     """Median seconds to compress one passage alone at the base ratio."""
     passages = list(dict.fromkeys(p for q in questions for p in q.passages))[:_TIMED_PASSAGES]
     return median(seconds_of(partial(bundle.compress, [passage])) for passage in passages)
+
+
+def _read_json(file: Path, instead: str) -> dict[str, Any]:
+    """A JSON file's object; raises ConfigError, which says what to do `instead`, if it is damaged."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{file} is damaged: {instead}") from None

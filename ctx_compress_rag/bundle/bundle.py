@@ -70,7 +70,7 @@ class Bundle(Decoder):
         reader: Reader,
         report: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(backbone, config.decoder_name)
+        super().__init__(backbone, config.decoder_name, config.separator, config.answer_prefix)
         self.config = config
         self.compressor = compressor
         self.reader = reader
@@ -197,27 +197,6 @@ class Bundle(Decoder):
         if teacher is not None:
             add_teacher(backbone, teacher)
         return cls(config, backbone, compressor, reader)
-
-    def reader_from_teacher(self) -> None:
-        """Initialize the reader's adapter with the teacher's weights.
-
-        Raises:
-            ConfigError: one of the two has no adapter, or their shapes or scales differ.
-        """
-        for name in (TEACHER, "reader"):
-            if name not in self.backbone.adapters:
-                raise ConfigError(f"reader_from_teacher: the {name} has no LoRA adapter")
-        self.backbone.copy_adapter(TEACHER, "reader")
-
-    @property
-    def separator(self) -> str:
-        """What stood between two passages in training."""
-        return self.config.separator
-
-    @property
-    def answer_prefix(self) -> str:
-        """What every answer began with in training."""
-        return self.config.answer_prefix
 
     def positions(self, slots: int) -> int:
         """Positions of the decoder that so many slots of a passage take, the reader's own vectors included."""

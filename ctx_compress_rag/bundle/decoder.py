@@ -23,11 +23,21 @@ class Decoder(ProcessBound):
     Attributes:
         backbone: the decoder's weights.
         decoder_name: its hub id, folder or file; None if it has none.
+        separator: what stands between two passages.
+        answer_prefix: what every answer to a prompt with slots begins with.
     """
 
-    def __init__(self, backbone: Backbone, decoder_name: str | None = None) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        decoder_name: str | None = None,
+        separator: str = PASSAGE_SEPARATOR,
+        answer_prefix: str = "",
+    ) -> None:
         self.backbone = backbone
         self.decoder_name = decoder_name
+        self.separator = separator
+        self.answer_prefix = answer_prefix
 
     @classmethod
     def load(
@@ -49,16 +59,6 @@ class Decoder(ProcessBound):
     def tokenizer(self) -> Any:
         """The decoder's tokenizer, padding on the left."""
         return self.backbone.tokenizer
-
-    @property
-    def separator(self) -> str:
-        """What stands between two passages."""
-        return PASSAGE_SEPARATOR
-
-    @property
-    def answer_prefix(self) -> str:
-        """What every answer to a prompt with slots begins with."""
-        return ""
 
     def positions(self, slots: int) -> int:
         """Positions of the decoder that so many slots of a passage take."""

@@ -134,7 +134,7 @@ class TransformersDecoder:
     @property
     def _shares(self) -> bool:
         """Whether a call waits for a thread that answers all callers; else its own thread runs the model."""
-        return can_share(self.bundle.backbone.model) and not self.bundle.backbone.held
+        return can_share(self.bundle.backbone.model) and not self.bundle.backbone.lock.held
 
     def generate_apart(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Generation:
         """Answer one prompt with transformers' own `generate`, in unshared passes; raises as `generate`."""
@@ -432,7 +432,7 @@ class TransformersDecoder:
         return canceled.set
 
     def _pieces(self, prompt: Prompt, sampling: Sampling) -> Iterator[str | Generation]:
-        if self.bundle.backbone.held:
+        if self.bundle.backbone.lock.held:
             raise CtxCompressError(
                 "this thread holds the decoder, for example in soft_decoder(): stream outside that context"
             )

@@ -31,13 +31,15 @@ class Backbone:
     Attributes:
         model: the transformers causal LM. Its own weights are frozen.
         tokenizer: its tokenizer.
+        adapters: names of the adapters.
+        lock: held by the thread that is inside `use`: a worker that it waits for would never get the model.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.lock = FairLock()
-        self._adapters: set[str] = set()
+        self.adapters: set[str] = set()
         self._trained: set[str] = set()
         self._active: str | None = None
 
@@ -88,7 +90,7 @@ class Backbone:
             # peft advises against a second adapter on one model; having several is the point here.
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             inject_adapter_in_model(config, self.model, adapter_name=name)
-        self._adapters.add(name)
+        self.adapters.add(name)
         self.model.requires_grad_(False)
         self.model.eval()
         self._activate(self._active)
@@ -106,8 +108,8 @@ class Backbone:
     @contextmanager
     def use(self, adapter: str | None) -> Iterator[Any]:
         """Lock the model for this thread, with `adapter` active (None: no adapter)."""
-        if adapter is not None and adapter not in self._adapters:
-            raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self._adapters)}")
+        if adapter is not None and adapter not in self.adapters:
+            raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self.adapters)}")
         with self.lock:
             previous = self._active
             self._activate(adapter)
@@ -116,16 +118,11 @@ class Backbone:
             finally:
                 self._activate(previous)
 
-    @property
-    def held(self) -> bool:
-        """Whether the calling thread is inside `use`: a worker that it waits for would then never get the model."""
-        return self.lock.held
-
     def _activate(self, adapter: str | None) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._active = adapter
-        if not self._adapters:
+        if not self.adapters:
             return
         for module in self.model.modules():
             if isinstance(module, BaseTunerLayer):
@@ -135,11 +132,6 @@ class Backbone:
         # peft freezes whatever is not active; what is being trained stays trainable.
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))
-
-    @property
-    def adapters(self) -> frozenset[str]:
-        """Names of the adapters."""
-        return frozenset(self._adapters)
 
     def embedding_rms(self) -> float:
         """Root mean square of the decoder's input embeddings, as its embedding layer returns them.
@@ -204,28 +196,6 @@ class Backbone:
                 )
         plain = {key.removeprefix(PEFT_PREFIX): value for key, value in state.items()}
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
-
-    def copy_adapter(self, source: str, target: str) -> None:
-        """Copy the weights of adapter `source` to adapter `target`.
-
-        Raises:
-            ConfigError: their shapes or scales differ.
-        """
-        from peft.tuners.lora import LoraLayer
-
-        state, expected = self.adapter_state(source), self.adapter_state(target)
-        shapes, wanted = ({name: value.shape for name, value in s.items()} for s in (state, expected))
-        scales = {
-            (module.scaling[source], module.scaling[target])
-            for module in self.model.modules()
-            if isinstance(module, LoraLayer) and {source, target} <= module.scaling.keys()
-        }
-        if shapes != wanted or any(one != other for one, other in scales):
-            raise ConfigError(
-                f"adapter {target!r} cannot start from {source!r}: they differ in layers, modules, rank or alpha. "
-                "Make these the same"
-            )
-        self.load_adapter_state(target, state)
 
     def save_adapter_config(self, name: str, folder: Path) -> None:
         """Write adapter `name`'s adapter_config.json, so that the folder is an ordinary peft adapter."""

@@ -52,15 +52,11 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
         return ("" if bos_id(tokenizer) is None else tokenizer.bos_token) + f"{text}\n{_CUE}"
     try:
         return _render(tokenizer, chat)
-    except _Refusal as error:
-        refusal = error
-    if [message["role"] for message in chat[:2]] == ["system", "user"]:
-        both = f"{chat[0]['content']}\n\n{chat[1]['content']}"
-        try:
-            return _render(tokenizer, [{"role": "user", "content": both}, *chat[2:]])
-        except _Refusal as error:
-            refusal = error
-    raise ConfigError(f"the decoder's chat template {refusal}") from refusal
+    except ConfigError:
+        if [message["role"] for message in chat[:2]] != ["system", "user"]:
+            raise
+    both = f"{chat[0]['content']}\n\n{chat[1]['content']}"
+    return _render(tokenizer, [{"role": "user", "content": both}, *chat[2:]])
 
 
 def answer_ids(tokenizer: Any, answer: str) -> list[int]:
@@ -80,11 +76,13 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
         with _limits():
             text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program: it may raise anything
-        raise _Refusal(f"refuses roles {[message['role'] for message in chat]}: {error}") from error
+        roles = [message["role"] for message in chat]
+        raise ConfigError(f"the decoder's chat template refuses roles {roles}: {error}") from error
     for message in chat:
         # Templates trim messages, and some leave out the thoughts of earlier answers.
         if message["role"] != "assistant" and message["content"].strip() not in text:
-            raise _Refusal(f"leaves out or alters the {message['role']} message: fix chat_template.jinja")
+            role = message["role"]
+            raise ConfigError(f"the decoder's chat template leaves out or alters the {role} message: fix the template")
     return text
 
 
@@ -114,10 +112,6 @@ def _limits() -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
-
-
-class _Refusal(Exception):
-    """A chat template cannot render a chat; the message continues "the decoder's chat template"."""
 
 
 class PromptTokenizer:

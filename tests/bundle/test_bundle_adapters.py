@@ -17,7 +17,6 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.training.recipe import parse_recipe
 from helpers import architectures
 from helpers.models import draw_lora, read_both_ways, tiny_llama
 
@@ -167,44 +166,3 @@ def test_a_teacher_of_another_architecture_is_named(tiny_tokenizer: Any, tmp_pat
     said = f"the teacher '{teacher}' does not fit the decoder, a Phi3ForCausalLM .*q_proj"
     with pytest.raises(BundleError, match=said):
         add_teacher(other, teacher)
-
-
-# The reader's LoRA from the teacher's
-
-
-def test_the_reader_may_start_as_the_teacher(made: Bundle) -> None:
-    text, soft, slots = logits(made)
-    assert not torch.equal(text, soft)
-    made.reader_from_teacher()
-    again, started, kept = logits(made)
-    assert torch.equal(started, text) and torch.equal(again, text) and torch.equal(kept, slots)
-    made.reader.trained_parameters()[-1].data.add_(1.0)
-    assert torch.equal(logits(made)[0], text), "a copy: training the reader leaves the teacher as it is"
-
-
-@pytest.mark.parametrize(
-    "settings", [{"r": 8}, {"lora_alpha": 64}, {"target_modules": ["q_proj"]}, {"use_rslora": True}], ids=str
-)
-def test_another_shape_is_refused(
-    make_tiny_bundle: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    teacher = save_teacher(tiny_tokenizer, tmp_path / "taught", **settings)
-    config = make_tiny_bundle(decoder=TUNE).config
-    bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
-    before = copied(bundle, "reader")
-    with pytest.raises(ConfigError, match="adapter 'reader' cannot start from 'teacher': they differ in"):
-        bundle.reader_from_teacher()
-    assert all(torch.equal(before[name], value) for name, value in bundle.backbone.adapter_state("reader").items())
-
-
-def test_a_teacher_that_is_not_there_is_named(make_tiny_bundle: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="reader_from_teacher: the teacher has no LoRA adapter"):
-        make_tiny_bundle().reader_from_teacher()
-
-
-def test_a_recipe_needs_a_teacher_to_start_from() -> None:
-    recipe = {"stage": "answer", "name": "a", "output": "runs/a", "data": {"files": ["a.jsonl"]}, "decoder": "b/c"}
-    settings = recipe | {"method": {"name": "mean_pooling"}, "reader_from_teacher": True}
-    with pytest.raises(ConfigError, match="reader_from_teacher needs a teacher"):
-        parse_recipe(settings, "recipe")
-    assert getattr(parse_recipe(settings | {"teacher": "runs/t"}, "recipe"), "reader_from_teacher")  # noqa: B009

@@ -12,9 +12,9 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.runnables import ConfigurableField
 from peft import PeftConfig
 
-from ctx_compress_rag import BundleError, ConfigError
 from ctx_compress_rag.adaptation import AdaptiveDecoder, BaseAdapter, PredictedUpdate
 from ctx_compress_rag.adaptation.baselines import load_adaptation
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.store import marker as markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, save_predictor
 from helpers.decoding import by_transformers, prefills

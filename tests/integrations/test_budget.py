@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from langchain_core.documents import Document
 
-from ctx_compress_rag import RatioError, SoftContextStore
+from ctx_compress_rag import SoftContextStore
+from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.store.marker import Marker
 from helpers.budget import usages
 from helpers.frameworks import FRAMEWORKS, LangChain

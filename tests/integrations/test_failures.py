@@ -11,7 +11,8 @@ import chromadb
 import pytest
 from llama_index.core.schema import TextNode
 
-from ctx_compress_rag import MissingPassageError, SoftContextStore, StoreError
+from ctx_compress_rag import SoftContextStore
+from ctx_compress_rag.errors import MissingPassageError, StoreError
 from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, while_the_decoder_is_taken
 from helpers.server import chroma_server

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ctx_compress_rag import Bundle, BundleError, ConfigError
+from ctx_compress_rag import Bundle
+from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published import importing
 from ctx_compress_rag.published.importing import Import, import_published
 from ctx_compress_rag.published.registry import formats

@@ -64,7 +64,6 @@ class CompressionRecipe(Recipe):
     before a frozen decoder, which can only read vectors that look like its embeddings.
 
     `copy_decoder: false` makes the bundle name the folder given as `decoder`, instead of holding a copy of it.
-    `reader_from_teacher` initializes the reader's LoRA with the teacher's, which can already read text: also ours.
     `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_license` and `limits` go into its model card.
 
     Without a `curriculum` every step trains all `ratios`. A curriculum is ours: decoders as small as the demo's do not
@@ -87,7 +86,6 @@ class CompressionRecipe(Recipe):
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = Field(default=[])
     fit_passages: int = Field(default=0, ge=0)
-    reader_from_teacher: bool = False
     int8: bool = False
     sources: list[SourceConfig] = Field(default=[])
     decoder_license: str | None = None
@@ -106,8 +104,6 @@ class CompressionRecipe(Recipe):
             raise ValueError("a new bundle needs a method: give one")
         if self.bundle and self.fit_passages:
             raise ValueError("fit_passages is for an untrained reader, but a bundle's is trained: leave it out")
-        if self.reader_from_teacher and self.teacher is None:
-            raise ValueError("reader_from_teacher needs a teacher that the reader can start from: give teacher")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("a bundle has its own revision and teacher: leave them out")
         if self.method is not None:  # otherwise it is the bundle's, which may not exist until an earlier stage has run
@@ -208,8 +204,6 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if backbone.window is not None and recipe.window > backbone.window:
         raise ConfigError(f"window {recipe.window} is longer than the decoder's {backbone.window} positions: lower it")
     bundle = Bundle.build(config, backbone, teacher=recipe.teacher)
-    if recipe.reader_from_teacher:
-        bundle.reader_from_teacher()
     if recipe.fit_passages:
         _fit_reader(bundle, examples, recipe.fit_passages)
     else:

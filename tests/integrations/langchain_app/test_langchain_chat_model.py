@@ -13,7 +13,8 @@ from langchain.agents.middleware import SummarizationMiddleware
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
 
-from ctx_compress_rag import ConfigError, SoftContextStore
+from ctx_compress_rag import SoftContextStore
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import marker as markers
 from helpers.decoding import prefills
 from helpers.langchain import QUESTION, SOURCES, TOKENS, App

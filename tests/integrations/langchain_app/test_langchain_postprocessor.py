@@ -16,7 +16,7 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
 
-from ctx_compress_rag import ConfigError
+from ctx_compress_rag.errors import ConfigError
 from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App
 from langchain_ctx_compress import expand_prompt, restore_sources
 
