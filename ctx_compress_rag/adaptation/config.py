@@ -82,7 +82,7 @@ class UpdatePredictorRecipe(AdaptationRecipe):
         layer: the decoder's layer after which the demonstrations' hidden states are read; None is the last.
         contexts: number of support contexts to solve by gradient descent before training, which then learns from each
             many times; None draws and solves a new one each time, as the paper does. Their updates stay in memory:
-            contexts x rank x input and output widths of Q/K/V, in bfloat16.
+            contexts x rank x input and output widths of Q/K/V, in bfloat16. A training that resumes solves them again.
     """
 
     stage: Literal["update_predictor"]

@@ -161,9 +161,6 @@ def test_held_out_data_never_reaches_training(tmp_path: Path, bundle_folder: Pat
         ({"decoder": "x"}, "either decoder"),
         ({"bundle": None}, "either decoder"),
         ({"bundle": None, "decoder": "x", "ratio": 8}, "ratio needs a bundle"),
-        ({"data": {}}, "files"),
-        ({"rank": 0}, "rank"),
-        ({"loss": "matching"}, "loss"),
     ],
 )
 def test_impossible_recipes_are_refused_by_name(tmp_path: Path, change: dict[str, Any], named: str) -> None:
