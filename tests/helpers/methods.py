@@ -20,7 +20,7 @@ COMPREXIT = {"gate_dim": 8, "slot_dim": 12, "transport_dim": 8, "segment_tokens"
 IMPORTED = {"memory_tokens", "own_encoder"}
 """Methods without a recipe here: published compressors use them, in tests/published/."""
 
-# The smallest configs of each method, one for each of its forms; the first goes through the frameworks, too.
+# The smallest configs of each method, one for each of its forms; the first answers a question, too.
 MATRIX: dict[str, dict[str, dict[str, Any]]] = {
     "mean_pooling": {
         "lora": {},

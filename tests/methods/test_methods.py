@@ -14,12 +14,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import decode, encode
+from ctx_compress_rag.store.marker import Marker
+from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.training.engine.checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.engine.sharding import shard
 from ctx_compress_rag.training.examples import passages_of
@@ -154,6 +158,55 @@ def test_padding_changes_nothing_for_the_decoder(bundle: Bundle) -> None:
     for row, logits in zip(rows, together, strict=True):
         torch.testing.assert_close(logits, last([row])[0], atol=2e-4, rtol=1e-3)
     assert (together[0] - together[1]).abs().max() > 1e-2
+
+
+# Answers
+
+QUESTION = "Who built the harbour of Velmora?"
+TOKENS = 8
+
+
+def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[str, int]:
+    """The answer to a chat with markers, the whole prompt read again for every token; and the slots in it."""
+    bundle = store.bundle
+    assert isinstance(bundle, Bundle)
+    parts = store.split(chat_text(bundle.tokenizer, chat))
+    texts, markers = [""], []
+    for part in parts:
+        if isinstance(part, Marker):
+            markers.append(part)
+            texts.append("")
+        else:
+            texts[-1] += part
+    ids = PromptTokenizer(bundle.tokenizer).encode(texts)
+    slots = [bundle.embed(soft) for soft in store.fetch(markers)]
+    row = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
+    said: list[int] = []
+    for _ in range(TOKENS):
+        batch = splice(bundle.backbone.embeddings, [Prompt.of(*row, torch.tensor(said, dtype=torch.long))])
+        with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
+            best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
+        if best == bundle.tokenizer.eos_token_id:
+            break
+        said.append(best)
+    return bundle.tokenizer.decode(said, skip_special_tokens=True), sum(len(part) for part in slots)
+
+
+@pytest.mark.parametrize("method", MATRIX)
+def test_the_decoder_answers_from_several_passages(make: Callable[..., Bundle], method: str, tmp_path: Path) -> None:
+    """With its cache, in a batch, as without: and the answer depends on each passage's slots."""
+    bundle = make(method, next(iter(MATRIX[method])), seed=2)
+    with torch.no_grad():  # so that the decoder says something, not special tokens
+        bundle.backbone.embeddings.weight[bundle.tokenizer.all_special_ids] = 0
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
+        chats = []
+        for texts in (PASSAGES[:3], PASSAGES[1:3], PASSAGES[:1]):
+            context = "\n\n".join(mark(store, texts, ratio=4, question=QUESTION))
+            chats.append([{"role": "user", "content": f"{context}\n\nQuestion: {QUESTION}"}])
+        made = TransformersDecoder(bundle, store).generate(chats, Sampling(max_new_tokens=TOKENS))
+        for chat, generation in zip(chats, made, strict=True):
+            assert (generation.text, generation.slots) == plain_answer(store, chat)
+    assert len({generation.text for generation in made}) > 1
 
 
 # Training

@@ -152,23 +152,10 @@ def test_what_cannot_be_served_is_refused(store: SoftContextStore) -> None:
         mark(store, PASSAGES, token_budget=9, question=QUESTION)
 
 
-def test_another_tokenizer_is_noticed(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
-        store.add(PASSAGES, progress=False)
-        real = bundle.tokenizer
-
-        def other(text: str, **options: Any) -> Any:
-            encoded = real(text, **options)
-            return (
-                {name: values[1:] for name, values in encoded.items()}
-                if "return_offsets_mapping" in options
-                else encoded
-            )
-
-        other.added_tokens_decoder = real.added_tokens_decoder  # type: ignore[attr-defined]
-        monkeypatch.setattr(bundle.backbone, "tokenizer", other)
-        with pytest.raises(FingerprintMismatchError, match="tokenizer changed"):
-            ask(store)
+def test_segments_unlike_those_that_are_stored_are_noticed(tiny_tokenizer: Any, store: SoftContextStore) -> None:
+    other = ram_bundle(tiny_tokenizer, segment_tokens=3).compressor
+    with pytest.raises(FingerprintMismatchError, match="add it again"):
+        other.render(store, PASSAGES, [content_id(text) for text in PASSAGES], question=QUESTION)
 
 
 # The decoder
