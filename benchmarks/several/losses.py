@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.splice import predict, splice
-from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch
+from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized
 from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
@@ -76,7 +76,11 @@ class SeveralLoss(SlotObjective):
         self.sample = 1
 
     def forward(  # type: ignore[override]
-        self, passages: PassageBatch, prompts: PromptBatch, evidence: list[list[Span | None]], quotes: PromptBatch
+        self,
+        passages: Sequence[Tokenized],
+        prompts: PromptBatch,
+        evidence: list[list[Span | None]],
+        quotes: PromptBatch,
     ) -> dict[str, Tensor]:
         drawn = self.drawn(prompts.prompts)
         ratio_of = {tuple(prompts.passages[row]): ratio for ratio, rows in drawn.items() for row in rows}

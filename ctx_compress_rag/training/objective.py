@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
-from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized
+from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.training.prompts import PromptBuilder
 
@@ -111,10 +111,9 @@ class SlotObjective(nn.Module, ABC):
     def forward(self, **batch: Any) -> dict[str, Tensor]:
         """The loss of a collated batch, under "loss"."""
 
-    def compress(self, passages: PassageBatch, ratios: Collection[int]) -> dict[int, SlotBatch]:
+    def compress(self, passages: Sequence[Tokenized], ratios: Collection[int]) -> dict[int, SlotBatch]:
         """The batch's passages at each of these ratios."""
-        on_device = passages.to(self.bundle.backbone.device)
-        return dict(self.compressor(on_device, list(ratios), self.bundle.config.max_tokens))
+        return dict(self.compressor(passages, list(ratios), self.bundle.config.max_tokens))
 
     def draw(self, example: object, count: int) -> list[int]:
         """Draw `count` of the step's ratios for an example."""

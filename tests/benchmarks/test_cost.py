@@ -20,8 +20,7 @@ from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import TEMPLATES
-from helpers.ram import plain_ids
-from helpers.ram_store import PASSAGES, QUESTION, ask, close_bundle, close_store, read
+from helpers.ram import PASSAGES, QUESTION, ask, close_bundle, close_store, plain_ids, read
 
 LAYERS, WIDTH = 2, 32
 

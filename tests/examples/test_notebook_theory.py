@@ -37,16 +37,6 @@ print(json.dumps([
 """
 
 
-def execute(notebook: Any) -> list[Any]:
-    """The outputs of its code."""
-    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
-    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-
-
-def figures(outputs: list[Any]) -> int:
-    return sum("image/png" in output.get("data", {}) for output in outputs)
-
-
 def mean(runs: list[Any], name: str) -> float:
     return fmean(run["features"][name] for run in runs)
 
@@ -73,8 +63,9 @@ def check_tables(shown: list[Any]) -> None:
 def test_runs_from_start_to_end_and_shows_what_it_says() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     notebook.cells += [nbformat.v4.new_code_cell(LAST), nbformat.v4.new_code_cell(TABLES)]
-    outputs = execute(notebook)
-    assert figures(outputs) == 6
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
     check_tables(json.loads(outputs[-1].text))
     shown = json.loads(outputs[-2].text)
     assert shown["exact"] < 1e-9

@@ -1,9 +1,10 @@
-"""Tiny RAM bundles, and the paper's equations written out for them, token by token, in float64."""
+"""Tiny RAM bundles and stores, and the paper's equations written out for them, token by token, in float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.methods.ram.training import RamCollator, RamLoss
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import PromptBuilder
 from helpers.models import draw_lora, tiny_llama
 
@@ -30,6 +34,13 @@ EXAMPLES = [
     ),
 ]
 PLAIN = "{context}\n\n{question}"
+KEY = b"k" * 32
+PASSAGES = [
+    "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil.",
+    "Tarin Holt keeps bees on the roof of the town hall; the honey is sold under the name of Old Gold.",
+    "Oda Brink was a mason.",
+]
+QUESTION = "Who built the harbour of Velmora?"
 
 
 def ram_bundle(tokenizer: Any, seed: int = 0, segment_tokens: int = 4, tied: bool = True, **method: Any) -> Bundle:
@@ -132,3 +143,26 @@ def move(bundle: Bundle) -> None:
             for parameter in module.parameters():
                 if parameter is not bundle.backbone.embeddings.weight:
                     parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def close_bundle(tokenizer: Any) -> Bundle:
+    """A RAM bundle with a frozen encoder and LoRA on the decoder."""
+    return ram_bundle(tokenizer, seed=2, encoder=FROZEN, decoder={"mode": "lora"})
+
+
+def close_store(folder: Path, bundle: Bundle) -> SoftContextStore:
+    """A store of the passages, for tests that do not mind what else is in it."""
+    made = SoftContextStore(folder, bundle, codec="fp16", key=KEY)
+    made.add(PASSAGES, progress=False)
+    return made
+
+
+def ask(store: SoftContextStore, texts: list[str] = PASSAGES, question: str = QUESTION, ratio: int = 2) -> list[str]:
+    """Texts as the decoder is to read them for a question."""
+    return mark(store, texts, ratio=ratio, question=question)
+
+
+def read(store: SoftContextStore, texts: list[str]) -> tuple[list[str], list[Marker]]:
+    """The kept texts and the markers of marked passages, in order."""
+    parts = [part for text in texts for part in store.split(text)]
+    return [p for p in parts if isinstance(p, str)], [p for p in parts if isinstance(p, Marker)]

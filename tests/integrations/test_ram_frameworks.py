@@ -1,4 +1,4 @@
-"""Close reading in both frameworks; from a question to its answer: tests/methods/test_methods_in_apps.py."""
+"""Close reading in both frameworks; from a question to its answer: tests/methods/test_methods.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.store import SoftContextStore
 from helpers.frameworks import FRAMEWORKS
-from helpers.ram_store import PASSAGES, QUESTION, ask, close_bundle, close_store
+from helpers.ram import PASSAGES, QUESTION, ask, close_bundle, close_store
 
 
 @pytest.fixture(scope="module")

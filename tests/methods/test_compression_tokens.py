@@ -110,17 +110,6 @@ def test_the_token_sees_what_the_paper_says_in_every_architecture(
 # Batches and ratios
 
 
-def test_padding_changes_nothing(name: str, compressor: CompressionTokensCompressor) -> None:
-    passages = [ids.tolist() for ids in architectures.random_ids(name, [25, 1, 14, 3])]
-    batch = encode(compressor, passages, [2, 5, 16])
-    for ratio, rows in batch.items():
-        for passage, soft in zip(passages, rows.rows(), strict=True):
-            [alone] = encode(compressor, [passage], [ratio])[ratio].rows()
-            torch.testing.assert_close(soft.slots, alone.slots, atol=2e-4, rtol=1e-4)
-            assert torch.equal(soft.token_counts, alone.token_counts)
-        assert rows.slots[rows.token_counts == 0].eq(0).all()
-
-
 @pytest.fixture(scope="module", params=ATTENTION)
 def bundle(request: pytest.FixtureRequest, make: Callable[..., Any]) -> Any:
     """LoRA on both sides, with weights that matter."""
@@ -142,18 +131,6 @@ def test_ratios_together_equal_each_alone(bundle: Any, lengths: list[int], ratio
         expected = [[min(ratio, length - start) for start in range(0, length, ratio)] for length in lengths]
         assert [row.token_counts.tolist() for row in together[ratio].rows()] == expected
         assert [sum(row) for row in expected] == lengths
-
-
-def test_bfloat16_encodes_as_float32_does(make: Callable[..., Any]) -> None:
-    """The token stays in float32 for training and joins the text in the decoder's precision."""
-    made = make(encoder=FROZEN, decoder=FROZEN)
-    ids = [list(range(30, 52)), list(range(60, 67))]
-    exact = encode(made.compressor, ids, [4, 8])
-    made.backbone.model.bfloat16()
-    for ratio, rows in encode(made.compressor, ids, [4, 8]).items():
-        assert rows.slots.dtype == torch.bfloat16 and made.compressor.token.dtype == torch.float32
-        for a, b in zip(rows.rows(), exact[ratio].rows(), strict=True):
-            assert torch.cosine_similarity(a.slots.float(), b.slots, dim=-1).min() > 0.98
 
 
 # Weights

@@ -19,6 +19,7 @@ from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
+from ctx_compress_rag.methods.comprexit.transport import sinkhorn
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.comprexit import ABLATIONS, IDS, SMALL, blocks_outputs, comprexit_bundle, encode, some_ids
@@ -128,51 +129,43 @@ def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
         torch.testing.assert_close(state[0], sized, atol=1e-5, rtol=1e-4)
 
 
+# The plan, against what defines it (eq. 11)
+
+
+def marginals(generator: torch.Generator, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine costs of random vectors near their fields' means, random row masses, equal column masses."""
+    anchors = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
+    receivers = torch.stack([part.mean(0) for part in anchors.chunk(columns)])
+    cost = 1 - F.cosine_similarity(anchors.unsqueeze(1), receivers.unsqueeze(0), dim=-1)
+    sent = torch.randn(rows, generator=generator, dtype=torch.float64).softmax(0)
+    return cost, sent, torch.full((len(receivers),), 1 / len(receivers), dtype=torch.float64)
+
+
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 40), columns=st.integers(1, 8))
+@settings(deadline=None, max_examples=12)
+def test_the_plan_is_the_entropic_optimum(seed: int, rows: int, columns: int) -> None:
+    """Only the optimum has both marginals and is exp(f_t + g_k - C / epsilon); and no other solver is needed."""
+    generator = torch.Generator().manual_seed(seed)
+    cost, sent, received = marginals(generator, rows, min(rows, columns))
+    plan = sinkhorn(cost, sent.log(), received.log(), 0.5, 600)  # at 0.1 some need thousands
+    torch.testing.assert_close(plan.sum(1), sent, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(plan.sum(0), received, atol=1e-12, rtol=1e-12)
+    potentials = plan.log() + cost / 0.5
+    centered = potentials - potentials.mean(0, keepdim=True) - potentials.mean(1, keepdim=True) + potentials.mean()
+    assert centered.abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("iterations", [1, 30])
+def test_rows_and_columns_of_no_mass_take_no_part(iterations: int) -> None:
+    """From the first iteration on, so that padding changes nothing before convergence either."""
+    cost, sent, received = marginals(torch.Generator().manual_seed(2), 9, 3)
+    alone = sinkhorn(cost, sent.log(), received.log(), 0.1, iterations)
+    log_sent, log_received = (F.pad(mass.log(), (0, 2), value=-math.inf) for mass in (sent, received))
+    beside = sinkhorn(F.pad(cost, (0, 2, 0, 2), value=0.3), log_sent, log_received, 0.1, iterations)
+    torch.testing.assert_close(beside, F.pad(alone, (0, 2, 0, 2)), atol=1e-12, rtol=1e-9)
+
+
 # Passages
-
-
-@pytest.mark.parametrize("name", architectures.NAMES)
-def test_padding_changes_nothing_in_any_architecture(name: str) -> None:
-    torch.manual_seed(0)
-    compressor = ComprexitCompressor(
-        Backbone(architectures.model(name), architectures.tokenizer(name)), ComprexitConfig(**SMALL)
-    )
-    passages = architectures.random_ids(name, [41, 3, 16, 17])
-    ids = torch.nn.utils.rnn.pad_sequence(passages, batch_first=True, padding_value=1)
-    ids = F.pad(ids, (0, 9), value=2)
-    mask = torch.tensor([[1] * len(p) + [0] * (50 - len(p)) for p in passages])
-    with torch.no_grad():
-        batch = compressor.encode(ids, mask, [4, 16])
-    for ratio, slots in batch.items():
-        assert (slots.slots[slots.token_counts == 0] == 0).all()
-        for row, passage in zip(slots.rows(), passages, strict=True):
-            [alone] = encode(compressor, [passage.tolist()], ratio).rows()
-            assert torch.equal(row.token_counts, alone.token_counts)
-            torch.testing.assert_close(row.slots, alone.slots, atol=2e-4, rtol=1e-3)
-
-
-@given(length=st.integers(1, 60), ratio=st.integers(1, 50))
-@settings(deadline=None, max_examples=20)
-def test_any_ratio_of_any_passage(make: Callable[..., Bundle], length: int, ratio: int) -> None:
-    """ceil(tokens / ratio) slots, whole fields in order, finite, each a weighted mean of the W_g h."""
-    compressor = make().compressor
-    batch = encode(compressor, [some_ids(length), some_ids(60)], ratio)
-    [soft, _] = batch.rows()
-    assert soft.token_counts.tolist() == [min(ratio, length - i) for i in range(0, length, ratio)]
-    with torch.no_grad():
-        values = compressor.value(compressor.anchors(compressor.hidden_states(torch.tensor([some_ids(length)])))[0])
-    assert (soft.slots >= values.amin(0) - 1e-4).all() and (soft.slots <= values.amax(0) + 1e-4).all()
-
-
-def test_segments_stand_alone(make: Callable[..., Bundle]) -> None:
-    """Text changes its own segment and later ones, which the decoder reads after it; never earlier ones."""
-    bundle = make()
-    ids = some_ids(64)
-    other = [*ids[:20], ids[20] + 1, *ids[21:]]
-    one, two = (encode(bundle.compressor, [x], 4).slots[0] for x in (ids, other))
-    segment = 16 // 4
-    torch.testing.assert_close(one[:segment], two[:segment])
-    assert (one[segment : 2 * segment] - two[segment : 2 * segment]).abs().amin(0).max() > 1e-5
 
 
 def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle]) -> None:

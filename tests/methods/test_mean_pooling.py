@@ -192,16 +192,6 @@ def test_slots_are_the_trunks_under_full_attention(name: str, encoder: MeanPooli
         assert (alone(encoder, other)[seen] - whole[seen]).abs().max() > 1e-3
 
 
-def test_padding_changes_nothing(name: str, encoder: MeanPoolingCompressor) -> None:
-    passages = architectures.random_ids(name, [25, 3, 14])
-    ids = torch.nn.utils.rnn.pad_sequence(passages, batch_first=True, padding_value=1)
-    mask = torch.tensor([[1] * len(p) + [0] * (25 - len(p)) for p in passages])
-    with torch.no_grad():
-        batch = encoder.hidden_states(ids, mask)
-    for row, passage in zip(batch, passages, strict=True):
-        torch.testing.assert_close(row[: len(passage)], alone(encoder, passage), atol=2e-4, rtol=1e-4)
-
-
 def test_the_first_layers_alone_are_run(name: str, encoder: MeanPoolingCompressor) -> None:
     """As many layers as there are give what the whole trunk gives; with fewer, the last one's weights count nothing."""
     [ids] = architectures.random_ids(name, [12])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenCompressor, Tokenized, padded
 from ctx_compress_rag.methods.registry import METHODS
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import decode, encode
@@ -29,7 +30,8 @@ from ctx_compress_rag.training.engine.sharding import shard
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
-from helpers.methods import IMPORTED, MATRIX, PASSAGES, trained
+from helpers import architectures
+from helpers.methods import COMPREXIT, FROZEN, IMPORTED, MATRIX, PASSAGES, compress_ids, trained
 from helpers.store import assert_same
 
 CASES = [(name, form) for name in METHODS for form in MATRIX.get(name, ())]
@@ -91,17 +93,6 @@ def test_a_saved_bundle_is_the_same(bundle: Bundle, tmp_path: Path) -> None:
         assert torch.equal(bundle.embed(one), loaded.embed(other))
 
 
-def test_another_weight_is_another_fingerprint(make: Callable[..., Bundle], case: tuple[str, str]) -> None:
-    """A single entry of each trained tensor counts."""
-    other = make(*case)
-    seen = {other.fingerprint}
-    for parameter in trained(other):
-        with torch.no_grad():
-            parameter.view(-1)[0] += 1.0
-        seen.add(Bundle(other.config, other.backbone, other.compressor, other.reader).fingerprint)
-    assert len(seen) == len(trained(other)) + 1
-
-
 def test_a_store_gives_back_what_was_compressed(bundle: Bundle, tmp_path: Path) -> None:
     """In int8; the other codecs hold what this method makes, too (tests/stores/ writes them to folders)."""
     for ratio in ratios_of(bundle):
@@ -131,11 +122,35 @@ def test_a_batch_is_compressed_as_each_passage_alone(bundle: Bundle) -> None:
             assert bool((soft.token_counts > 0).all())
 
 
+@pytest.mark.parametrize("architecture", architectures.NAMES)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("mean_pooling", {"encoder": FROZEN}),
+        ("compression_tokens", {"encoder": FROZEN, "attention": "causal"}),
+        ("compression_tokens", {"encoder": FROZEN, "attention": "bidirectional"}),
+        ("comprexit", COMPREXIT),
+    ],
+)
+def test_padding_changes_no_slot_in_any_architecture(name: str, settings: dict[str, Any], architecture: str) -> None:
+    torch.manual_seed(0)
+    method = METHODS[name]
+    backbone = Backbone(architectures.model(architecture), architectures.tokenizer(architecture))
+    compressor = cast(TokenCompressor, method.compressor(backbone, method.config(**settings)))
+    passages = [ids.tolist() for ids in architectures.random_ids(architecture, [41, 3, 16, 17])]
+    with torch.no_grad():
+        batch = compressor.encode(*padded(passages, backbone.device), [2, 5, 16])
+    for ratio, slots in batch.items():
+        assert not slots.slots[slots.token_counts == 0].any()
+        for row, passage in zip(slots.rows(), passages, strict=True):
+            assert_same(row, compress_ids(compressor, [passage], ratio)[0], 1e-4)
+
+
 def test_training_has_the_slots_of_a_store(bundle: Bundle) -> None:
     """A passage longer than the window among others, at ratios that the window holds whole."""
     passages = tokenized(bundle, PASSAGES)
     with torch.no_grad():
-        batch = bundle.compressor(PassageBatch.of(passages), ratios_of(bundle), bundle.config.max_tokens)
+        batch = bundle.compressor(passages, ratios_of(bundle), bundle.config.max_tokens)
     assert list(batch) == ratios_of(bundle)
     for ratio, slots in batch.items():
         assert not slots.slots[slots.token_counts == 0].any()  # padding
@@ -304,67 +319,48 @@ def loss_of(objective: torch.nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys() != set()
-    for parameter, gradient in one.items():
-        torch.testing.assert_close(other[parameter], gradient)
-
-
 def gradients_of(objective: torch.nn.Module) -> dict[str, Tensor]:
     found = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
-def test_checkpointed_layers_give_the_same_gradients_and_keep_less(
-    make: Callable[..., Bundle], case: tuple[str, str], objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]]
+def test_checkpointed_and_sharded_layers_give_the_same_gradients(
+    make: Callable[..., Bundle],
+    case: tuple[str, str],
+    objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]],
+    process_group: None,
 ) -> None:
-    """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
+    """Compressor and reader take turns on one decoder, under adapters and hooks of their own.
+
+    Sharded by one process here; by two in tests/training/test_batch_mean.py.
+    """
     gradients: list[dict[str, Tensor]] = []
     kept: list[int] = []
-    for checkpointed in (False, True):
+    for checkpointed, sharded in ((False, False), (True, False), (True, True)):
         bundle = make(*case, seed=4)
+        layers = layers_of(bundle)
+        assert len(layers) >= 2
         if checkpointed:
-            layers = layers_of(bundle)
-            assert len(layers) >= 2
             checkpoint_layers(layers, bundle.reader)
+        objective, batch = objective_of(bundle)
+        if sharded:
+            shard(objective, layers, "cpu")
+            inside = {p for layer in layers for p in layer.parameters()}
+            held = inside | set(objective.parameters())
+            wanted = {p for p in held if p.requires_grad or p in inside}
+            assert {p for p in held if isinstance(p, DTensor)} == wanted
+            assert {p.placements for p in wanted if isinstance(p, DTensor)} <= {(Shard(0),)}
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor, held: dict[int, int] = storages) -> Tensor:
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        objective, batch = objective_of(bundle)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = loss_of(objective, batch)
         kept.append(sum(storages.values()))
         loss.backward()
         gradients.append(gradients_of(objective))
-    assert_same_gradients(*gradients)
-    assert kept[1] < kept[0]
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_sharded_weights_give_the_same_gradients(
-    make: Callable[..., Bundle],
-    case: tuple[str, str],
-    objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]],
-    process_group: None,
-    checkpointed: bool,
-) -> None:
-    """By one process here; by two in tests/training/test_batch_mean.py."""
-    plain, bundle = make(*case, seed=4), make(*case, seed=4)
-    objective, batch = objective_of(plain)
-    loss_of(objective, batch).backward()
-    sharded, batch = objective_of(bundle)
-    layers = layers_of(bundle)
-    assert len(layers) >= 2
-    if checkpointed:
-        checkpoint_layers(layers, bundle.reader)
-    shard(sharded, layers, "cpu")
-    held = {p for module in [sharded, *layers] for p in module.parameters()}
-    inside = {p for layer in layers for p in layer.parameters()}
-    wanted = {p for p in held if p.requires_grad or p in inside}
-    assert {p for p in held if isinstance(p, DTensor)} == wanted
-    assert {p.placements for p in wanted if isinstance(p, DTensor)} <= {(Shard(0),)}
-    loss_of(sharded, batch).backward()
-    assert_same_gradients(gradients_of(objective), gradients_of(sharded))
+    assert kept[1] < kept[0] and gradients[0]
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])

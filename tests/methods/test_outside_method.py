@@ -72,7 +72,7 @@ def registered() -> Iterator[None]:
     del METHODS["first_tokens"]
 
 
-def recipe(folder: Path, tokenizer: Any, **method: Any) -> Path:
+def recipe(folder: Path, tokenizer: Any) -> Path:
     """A recipe that trains the toy on a tiny decoder, both in `folder`."""
     save_tiny_llama(tokenizer, folder / "decoder")
     write_jsonl(folder / "train.jsonl", world_examples("train", 0, 8, 1))
@@ -81,7 +81,7 @@ def recipe(folder: Path, tokenizer: Any, **method: Any) -> Path:
         "name": "toy",
         "output": str(folder / "run"),
         "decoder": str(folder / "decoder"),
-        "method": {"name": "first_tokens", **method},
+        "method": {"name": "first_tokens"},
         "base_ratio": 4,
         "ratios": [4],
         "window": 64,
@@ -109,11 +109,6 @@ def test_a_method_from_outside_is_trained_saved_loaded_stored_and_asked(
     decoder = TransformersDecoder(bundle, store)
     [answer] = decoder.generate([f"{mark(store, [PASSAGE])[0]} Who built the harbour?"])
     assert answer.slots == soft.n_slots and answer.completion_tokens > 0
-
-
-def test_its_settings_are_checked_as_those_of_any_method(registered: None, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"method.first_tokens.gain: .*number.*got 'much'"):
-        run_recipe(recipe(tmp_path, tiny_tokenizer, gain="much"))
 
 
 def test_without_registering_it_is_unknown(tiny_tokenizer: Any, tmp_path: Path) -> None:

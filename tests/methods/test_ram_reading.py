@@ -27,6 +27,12 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 from helpers.decoding import prefills
 from helpers.ram import (
     FROZEN,
+    KEY,
+    PASSAGES,
+    QUESTION,
+    ask,
+    close_bundle,
+    close_store,
     plain_choice,
     plain_ids,
     plain_mean,
@@ -34,8 +40,8 @@ from helpers.ram import (
     plain_skim,
     plain_states,
     ram_bundle,
+    read,
 )
-from helpers.ram_store import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 
 
 @pytest.fixture(scope="module")

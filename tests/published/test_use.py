@@ -21,7 +21,7 @@ from ctx_compress_rag.decoding.export import export
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.methods.base.compressor import PassageBatch, Tokenized
+from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store.codec import decode, encode
 from ctx_compress_rag.store.marker import Marker
 from helpers.published import TEXTS, imported
@@ -62,7 +62,7 @@ def test_a_batch_and_a_training_step_have_the_slots_of_each_passage_alone(bundle
     passages = [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES]
     ratio = bundle.config.base_ratio
     with torch.no_grad():
-        batch = bundle.compressor(PassageBatch.of(passages), [ratio], bundle.config.max_tokens)[ratio]
+        batch = bundle.compressor(passages, [ratio], bundle.config.max_tokens)[ratio]
     for in_training, soft in zip(batch.rows(), together, strict=True):
         torch.testing.assert_close(in_training.slots, soft.slots, atol=1e-4, rtol=1e-4)
 
@@ -136,7 +136,7 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
     trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
     passage = Tokenized(PASSAGES[0], bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"])
     ratio = bundle.config.base_ratio
-    [soft] = bundle.compressor(PassageBatch.of([passage]), [ratio], bundle.config.max_tokens)[ratio].rows()
+    [soft] = bundle.compressor([passage], [ratio], bundle.config.max_tokens)[ratio].rows()
     inputs = bundle.reader(soft.slots, soft.token_counts).unsqueeze(0)
     assert inputs.shape[1] == bundle.reader.positions(soft.n_slots)
     mask = torch.ones(inputs.shape[:2], dtype=torch.bool)

@@ -20,7 +20,7 @@ from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.transient import TransientContexts
-from helpers.ram_store import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
+from helpers.ram import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
 
 
 @pytest.fixture(scope="module")

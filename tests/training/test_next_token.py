@@ -23,10 +23,10 @@ def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continu
     text = tiny_tokenizer.decode([(37 * i) % 500 + 20 for i in range(length)])
     whole = tiny_tokenizer(f"Pell.\n\n{text}", add_special_tokens=False)["input_ids"]
     batch = NextTokenCollator(tiny_tokenizer, context, continuation)([Example(("Pell.", text), (Turn("", ("",)),))])
-    [row], [beginning] = batch["prompts"].prompts, batch["passages"].input_ids.tolist()
-    before, rest = row.ids
+    [row], [passage] = batch["prompts"].prompts, batch["passages"]
+    beginning, (before, rest) = passage.ids, row.ids
     assert beginning + rest.tolist() == whole[: context + continuation]
-    assert batch["passages"].texts == [tiny_tokenizer.decode(beginning)]
+    assert passage.text == tiny_tokenizer.decode(beginning)
     assert before.tolist() == [] and [a.tolist() for a in row.answers] == [[], [True] * len(rest)]
     wanted = len(beginning + rest.tolist()) * context // (context + continuation)
     assert len(beginning) == max(1, wanted) and len(rest) >= 1
@@ -51,6 +51,6 @@ def test_a_control_token_in_a_text_is_text() -> None:
     text = f"{TEXT}{tokenizer.eos_token}{TEXT}"
     batch = NextTokenCollator(tokenizer, 200, 100)([Example((text,), (Turn("", ("",)),))])
     [row] = batch["prompts"].prompts
-    read = [*batch["passages"].input_ids[0].tolist(), *row.ids[1].tolist()]
+    read = [*batch["passages"][0].ids, *row.ids[1].tolist()]
     assert tokenizer.eos_token_id in tokenizer(text)["input_ids"]
     assert tokenizer.eos_token_id not in read and tokenizer.decode(read) == text

@@ -114,7 +114,7 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
     builder = PromptBuilder(tiny_bundle.tokenizer, 65)
     many = [Example((f"Passage {number} of many.",), turn) for number in range(40)]
     batch = ReconstructionCollator(builder, PARAPHRASES, 64, seed=0)(many)
-    assert batch["passages"].texts == [example.passages[0] for example in many]
+    assert [passage.text for passage in batch["passages"]] == [example.passages[0] for example in many]
     assert batch["prompts"].passages == [[i] for i in range(40)]
     prompts = set()
     for row, example in zip(batch["prompts"].prompts, many, strict=True):
@@ -136,10 +136,11 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
 def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
     long = passages_of([Example(("Kormoor lies on the river Halen. " * 20,), ())])
     batch = ReconstructionCollator(PromptBuilder(tiny_bundle.tokenizer, 33), PARAPHRASES[:1], 32, seed=0)(long)
-    assert batch["passages"].input_ids.shape == (1, 32)
+    [passage] = batch["passages"]
+    assert len(passage.ids) == 32
     [row] = batch["prompts"].prompts
     answer = torch.cat(row.ids)[torch.cat(row.answers)].tolist()
-    assert answer == plain_ids(tiny_bundle, batch["passages"].texts[0] + "<|end|>")
+    assert answer == plain_ids(tiny_bundle, passage.text + "<|end|>")
 
 
 # Perplexity

@@ -33,10 +33,11 @@ class SlotBatch(NamedTuple):
     token_counts: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[SoftContext]) -> SlotBatch:
-        """Make one padded batch of compressed passages; gradients are kept."""
+    def of(cls, rows: Sequence[SoftContext], device: torch.device | None = None) -> SlotBatch:
+        """Make one padded batch of compressed passages, on their device or another; gradients are kept."""
         slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
-        return cls(slots, nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True))
+        counts = nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True)
+        return cls(slots.to(device), counts.to(device))
 
     def rows(self) -> list[SoftContext]:
         """One SoftContext per passage, padding dropped; gradients are kept."""
@@ -53,34 +54,10 @@ class Tokenized:
     text: str
     ids: list[int]
 
-
-@dataclass(frozen=True)
-class PassageBatch:
-    """Passages of a training batch, each once.
-
-    Attributes:
-        texts: their texts.
-        input_ids: token ids, padded on the right: (passages, length).
-        attention_mask: int64, 0 at padding: (passages, length).
-    """
-
-    texts: list[str]
-    input_ids: Tensor
-    attention_mask: Tensor
-
-    @classmethod
-    def of(cls, passages: Sequence[Tokenized]) -> PassageBatch:
-        """Make one padded batch of passages, on the CPU."""
-        return cls([p.text for p in passages], *padded([p.ids for p in passages], torch.device("cpu")))
-
-    def to(self, device: torch.device) -> PassageBatch:
-        """The same batch with its tensors on `device`."""
-        return PassageBatch(self.texts, self.input_ids.to(device), self.attention_mask.to(device))
-
     @property
-    def token_count(self) -> Tensor:
-        """Number of tokens without padding, on the batch's device: computing it does not wait for the device."""
-        return self.attention_mask.sum()
+    def token_count(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -108,7 +85,7 @@ class Compressor(Part, Reading):
         """Write files that a bundle has besides its tensors into the bundle's folder."""
 
     @abstractmethod
-    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch at each ratio, with gradients, in windows as `compress` does for a store."""
 
     @abstractmethod
@@ -147,14 +124,10 @@ class TokenCompressor(Compressor):
         Shape: input_ids and attention_mask (batch, length)
         """
 
-    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch at each ratio, with gradients; slots never span two windows."""
-        ids, mask = passages.input_ids, passages.attention_mask
-        if ids.shape[1] <= window:
-            return self.encode(ids, mask, ratios)
-        rows = [row[real].tolist() for row, real in zip(ids, mask.bool(), strict=True)]
-        pieces = windows(rows, window)
-        done = self.encode(*padded([piece for _, piece in pieces], ids.device), ratios)
+        pieces = windows([passage.ids for passage in passages], window)
+        done = self.encode(*padded([ids for _, ids in pieces], self.backbone.device), ratios)
         return {
             ratio: SlotBatch.of(joined([index for index, _ in pieces], batch.rows())) for ratio, batch in done.items()
         }

@@ -10,14 +10,16 @@ from typing import Any
 from torch import nn
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.base.compressor import TokenCompressor
+from ctx_compress_rag.methods.base.compressor import Compressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import Borrowed, linear_layers, train_copy
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 
 
-class TrunkCompressor(TokenCompressor):
+class TrunkCompressor(Compressor):
     """A compressor whose encoder is the decoder without its head: with LoRA, as a separate copy, or frozen.
+
+    In a class that is a `TokenCompressor`, too, it comes first.
 
     Args:
         backbone: the decoder.

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
 
 
-class CompressionTokensCompressor(TrunkCompressor):
+class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
     """One learned token, appended ceil(L/r) times to the text; their final hidden states are the slots.
 
     The text is encoded once for all ratios, as the decoder reads it, and never sees compression tokens.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
@@ -17,7 +17,7 @@ from ctx_compress_rag.soft_context import pool
 _ENCODER = "encoder."
 
 
-class MeanPoolingCompressor(TrunkCompressor):
+class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
     """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
 
     The paper's linear map comes after pooling and belongs to the reader, so stored slots stay

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.compressor import PassageBatch, SlotBatch, Tokenized, batches, joined
+from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized, batches, joined
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.memory_tokens.config import MemoryTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
@@ -52,17 +52,9 @@ class MemoryTokensCompressor(TrunkCompressor):
         """
         self.config.check_ratios(stored, [ratio])
 
-    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """Compress right-padded passages, each at most a window long."""
-        rows = [ids[real] for ids, real in zip(input_ids, attention_mask.bool(), strict=True)]
-        slots = self._hidden_states([row.tolist() for row in rows])
-        counts = torch.stack([_spread(len(row), self.config.slots) for row in rows]).to(slots.device)
-        return dict.fromkeys(ratios, SlotBatch(slots, counts))
-
-    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch, with gradients."""
-        real = passages.attention_mask.bool()
-        windows = self._windows([ids[mask].tolist() for ids, mask in zip(passages.input_ids, real, strict=True)])
+        windows = self._windows(passages)
         slots = self._hidden_states([each.ids for each in windows])
         # A slot without a source token is a slot all the same, and a count of 0 would make it padding.
         pieces = [
@@ -74,7 +66,7 @@ class MemoryTokensCompressor(TrunkCompressor):
     @torch.inference_mode()
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
         """Compress passages for a store."""
-        windows = self._windows([passage.ids for passage in passages])
+        windows = self._windows(passages)
         pieces: dict[int, SoftContext] = {}
         for batch in batches([len(each.ids) + self.config.slots for each in windows], batch_tokens):
             slots = self._hidden_states([windows[i].ids for i in batch]).float().cpu()
@@ -82,13 +74,13 @@ class MemoryTokensCompressor(TrunkCompressor):
                 pieces[i] = SoftContext(rows, _spread(windows[i].tokens, self.config.slots))
         return joined([each.passage for each in windows], [pieces[i] for i in range(len(windows))])
 
-    def _windows(self, passages: Sequence[Sequence[int]]) -> list[_Window]:
+    def _windows(self, passages: Sequence[Tokenized]) -> list[_Window]:
         config = self.config
         eos = [self.backbone.tokenizer.eos_token_id] if config.eos else []
         bos = [self.backbone.tokenizer.bos_token_id]
         windows = []
         for index, passage in enumerate(passages):
-            ids = [*(bos if config.bos == "first" else ()), *passage]
+            ids = [*(bos if config.bos == "first" else ()), *passage.ids]
             length = config.window
             if config.equal:
                 length = -(-len(ids) // -(-len(ids) // length))

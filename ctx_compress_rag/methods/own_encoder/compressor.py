@@ -11,7 +11,6 @@ from torch import nn
 
 from ctx_compress_rag.methods.base.compressor import (
     Compressor,
-    PassageBatch,
     SlotBatch,
     Tokenized,
     batches,
@@ -60,22 +59,20 @@ class OwnEncoderCompressor(Compressor):
         if self.config.encoder is None and (place := self.encoder.place) != folder / "encoder":
             shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
 
-    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch. Nothing here is trained, so slots carry no gradients."""
-        slots, counts = SlotBatch.of(self._encoded(passages.texts, window, 8192))
-        device = passages.input_ids.device
-        return dict.fromkeys(ratios, SlotBatch(slots.to(device), counts.to(device)))
+        return dict.fromkeys(ratios, SlotBatch.of(self._encoded(passages, window, 8192), self.backbone.device))
 
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
         """Compress passages for a store."""
-        return self._encoded([passage.text for passage in passages], window, batch_tokens)
+        return self._encoded(passages, window, batch_tokens)
 
     @torch.inference_mode()
-    def _encoded(self, texts: Sequence[str], window: int, batch_tokens: int) -> list[SoftContext]:
+    def _encoded(self, passages: Sequence[Tokenized], window: int, batch_tokens: int) -> list[SoftContext]:
         model, tokenizer = self.encoder()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []
-        pieces = windows([text_ids(tokenizer, text) for text in texts], window)
+        pieces = windows([text_ids(tokenizer, passage.text) for passage in passages], window)
         read = [[*bos, *ids, *eos] for _, ids in pieces]
         done: dict[int, SoftContext] = {}
         for batch in batches([len(ids) for ids in read], batch_tokens):

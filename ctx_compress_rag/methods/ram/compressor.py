@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
-from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, padded
 from ctx_compress_rag.methods.base.reading import PassageStore, TransientContext
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
@@ -20,7 +20,7 @@ from ctx_compress_rag.text.tokenizing import check_characters, text_ids
 _TOKENS_PER_BATCH = 8192
 
 
-class RamCompressor(TrunkCompressor):
+class RamCompressor(TrunkCompressor, TokenCompressor):
     """One encoder reads each segment, and the question, separately (section 3.1), causally like the decoder.
 
     For each segment of a passage the store holds one slot, its representation r_i (eq. 1), which needs no

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.methods.base.compressor import Compressor, PassageBatch, SlotBatch, Tokenized
+from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized
 from ctx_compress_rag.methods.sentence_slots.config import SentenceUnits
 from ctx_compress_rag.methods.sentence_slots.sentence_encoder import SentenceEncoder
 from ctx_compress_rag.models.backbone import Backbone
@@ -58,25 +58,23 @@ class SentenceSlotsCompressor(Compressor):
         limit = ratio if unit == "tokens" else window
         return split(text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=self.config.language)
 
-    def forward(self, passages: PassageBatch, ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch at each ratio. Nothing here is trained, so slots carry no gradients."""
-        device = passages.input_ids.device
-        done: dict[int, SlotBatch] = {}
-        for ratio in ratios:
-            slots, counts = SlotBatch.of(self._encoded([self.units(t, ratio, window) for t in passages.texts], 32))
-            done[ratio] = SlotBatch(slots.to(device), counts.to(device))
-        return done
+        return {
+            ratio: SlotBatch.of(self._encoded(passages, ratio, window, 32), self.backbone.device) for ratio in ratios
+        }
 
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
         """Compress passages for a store: unprojected sentence vectors (units, encoder_dim)."""
         longest = min(self.encoder.model.max_seq_length or window, window)
-        return self._encoded([self.units(p.text, ratio, window) for p in passages], max(1, batch_tokens // longest))
+        return self._encoded(passages, ratio, window, max(1, batch_tokens // longest))
 
-    def _encoded(self, passages: Sequence[Sequence[Unit]], batch_size: int) -> list[SoftContext]:
-        vectors = self.encoder.encode([unit.text for units in passages for unit in units], batch_size)
+    def _encoded(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_size: int) -> list[SoftContext]:
+        done = [self.units(passage.text, ratio, window) for passage in passages]
+        vectors = self.encoder.encode([unit.text for units in done for unit in units], batch_size)
         return [
             SoftContext(slots, torch.tensor([unit.tokens for unit in units]))
-            for slots, units in zip(vectors.split([len(units) for units in passages]), passages, strict=True)
+            for slots, units in zip(vectors.split([len(units) for units in done]), done, strict=True)
         ]
 
     def saved_state(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.methods.base.compressor import PassageBatch
+from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.objective import ExampleCollator, PassageTable, PromptBatch, SlotObjective
@@ -61,7 +61,7 @@ class LikelihoodLoss(SlotObjective, BatchMean):
 
     def forward(  # type: ignore[override]
         self,
-        passages: PassageBatch,
+        passages: Sequence[Tokenized],
         prompts: PromptBatch,
         text_prompts: Sequence[Prompt] = (),
         num_items_in_batch: Tensor | None = None,
@@ -102,7 +102,7 @@ class AnswerCollator(ExampleCollator):
                 text_prompts.append(self.builder.text_prompt(asked, template, texts))
             places.append([table.place(text, ids) for text, ids in short])
         return {
-            "passages": PassageBatch.of(table.passages),
+            "passages": table.passages,
             "prompts": PromptBatch(prompts, places),
             "text_prompts": text_prompts,
         }

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.methods.base.compressor import PassageBatch
+from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
@@ -75,7 +75,7 @@ class DistillationLoss(SlotObjective, BatchMean):
 
     def forward(  # type: ignore[override]
         self,
-        passages: PassageBatch,
+        passages: Sequence[Tokenized],
         text_prompts: list[Prompt],
         prompts: PromptBatch,
         repeats: PromptBatch,
@@ -148,7 +148,7 @@ class DistillationCollator(AnswerCollator):
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         batch = super().__call__(examples)
-        texts = batch["passages"].texts
+        texts = [passage.text for passage in batch["passages"]]
         repeated: list[int] = []
         for example, places in zip(examples, batch["prompts"].passages, strict=True):
             if isinstance(example, RepeatingExample):

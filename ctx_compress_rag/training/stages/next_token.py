@@ -12,7 +12,6 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.methods.base.compressor import PassageBatch
 from ctx_compress_rag.prompt import HoledPrompt
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
@@ -67,7 +66,7 @@ class NextTokenCollator:
             masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
             prompts.append(HoledPrompt((before, continuation), masks))
             places.append([table.place(self.tokenizer.decode(context), context)])
-        return {"passages": PassageBatch.of(table.passages), "prompts": PromptBatch(prompts, places)}
+        return {"passages": table.passages, "prompts": PromptBatch(prompts, places)}
 
     def _cut(self, text: str) -> tuple[Tensor, Tensor]:
         """Token ids of the text's beginning and of its continuation."""
