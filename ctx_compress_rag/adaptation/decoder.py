@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import UNCHANGED, Change
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Generation, Sampling
+from ctx_compress_rag.decoding.splice import in_batches
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.store.marker import Marker

@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.decoder import Decoder
-from ctx_compress_rag.decoding.batches import generate, in_batches
+from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.sharing import Row, Sharing, memory_error
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import Spliced, in_batches, splice
 from ctx_compress_rag.errors import (
     ConfigError,
     CtxCompressError,
@@ -239,10 +240,11 @@ class TransformersDecoder:
         Raises:
             ConfigError: the prompt is malformed, empty, or too long, as its characters already show.
         """
-        if not isinstance(prompt, Iterable):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(messages, Iterable):
             raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")
-        contents = [prompt] if isinstance(prompt, str) else []
-        for message in () if isinstance(prompt, str) else prompt:
+        contents = []
+        for message in messages:
             match message:
                 case {"role": str(), "content": str(content)}:
                     contents.append(content)
@@ -389,7 +391,10 @@ class TransformersDecoder:
             with torch.no_grad(), opened(self.bundle, prompts[0].soft, batch.slot_mask, change or self.change) as model:
                 if canceled():
                     return []
-                return generate(model, batch, prompts, self.bundle.tokenizer, sampling, self._window, on_text, canceled)
+                tokenizer = self.bundle.tokenizer
+                answering = Answering(model, tokenizer, sampling, prompts, self._window, on_text, canceled)
+                _generate(model, batch, answering, tokenizer.pad_token_id)
+                return [answer for answer in answering.done if answer is not None]
         except (RuntimeError, MemoryError) as error:
             short = memory_error(error, prompts)
             if short is None:
@@ -442,6 +447,29 @@ class TransformersDecoder:
             yield from _received(queue)
         finally:
             cancel()
+
+
+def _generate(model: Any, batch: Spliced, answering: Answering, pad: int) -> None:
+    """Answer a batch with transformers' own `generate`."""
+    # It would fill what is not given here with the model's own settings, which are among the processors.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        model.generate(
+            # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
+            inputs_embeds=batch.inputs_embeds,
+            attention_mask=batch.attention_mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=max(answering.limits),
+                do_sample=False,  # for sampling, the processors make the likeliest token a sample
+                num_beams=1,
+                eos_token_id=sorted(answering.end_ids) or None,
+                pad_token_id=pad,
+            ),
+            logits_processor=answering.processors,
+            stopping_criteria=StoppingCriteriaList([answering]),
+        )
+    finally:
+        model.generation_config = own
 
 
 def _received(queue: Pieces) -> Iterator[str | Generation]:

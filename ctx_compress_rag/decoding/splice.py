@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,24 @@ def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tens
     logits = model(**batch.model_inputs(), use_cache=False, logits_to_keep=places).logits
     ids = torch.cat([prompt.ids()[prompt.answers] for prompt in prompts]).to(logits.device)
     return logits[predicting[:, places].to(logits.device)].float(), ids
+
+
+def in_batches(prompts: Sequence[Prompt], size: int, run: Callable[[list[int]], Iterable[T]]) -> list[T]:
+    """Call `run` on batches of prompts; returns its result for each prompt, in order.
+
+    Args:
+        prompts: the prompts.
+        size: most prompts in a batch.
+        run: called with the indices of a batch: all soft or none, and of similar length, so that little is padding.
+    """
+    done: dict[int, T] = {}
+    for soft in (False, True):
+        group = [i for i, prompt in enumerate(prompts) if prompt.soft is soft]
+        group.sort(key=lambda i: prompts[i].length)
+        for start in range(0, len(group), size):
+            batch = group[start : start + size]
+            done |= zip(batch, run(batch), strict=True)
+    return [done[i] for i in range(len(prompts))]
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

@@ -12,10 +12,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.batches import in_batches
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.splice import predict, splice
+from ctx_compress_rag.decoding.splice import in_batches, predict, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, prompt_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -138,13 +137,6 @@ def test_sampling(there: ServerDecoder, soft: list[dict[str, str]]) -> None:
     assert there.generate([soft], Sampling(16, temperature=2.0, top_k=1))[0].text == greedy
     hot = [there.generate([soft], Sampling(16, temperature=2.0, seed=seed))[0].text for seed in (1, 1, 2, 3, 4, 5)]
     assert hot[0] == hot[1] and len(set(hot)) > 1
-
-
-async def test_many_at_once(there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]) -> None:
-    expected = here.generate([soft], TOKENS)[0]
-    with ThreadPoolExecutor(24) as pool:
-        answers = list(pool.map(lambda _: there.generate([soft], TOKENS)[0], range(96)))
-    assert answers == [expected] * 96
 
 
 def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: ServerDecoder, soft: list[dict[str, str]]) -> None:
