@@ -191,19 +191,6 @@ def test_training_and_asking_give_the_decoder_the_same(
             assert (done.slots == 0) == (change.get("skimming") == "none")
 
 
-def test_dropped_segments_leave_the_tuned_decoder_in_place(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """A prompt of kept text alone is still read by the decoder that was trained on such prompts."""
-    made = ram_bundle(tiny_tokenizer, encoder=FROZEN, decoder={"mode": "full"}, skimming="none")
-    with SoftContextStore(tmp_path, made, key=KEY) as store:
-        marked = mark(store, PASSAGES, ratio=2, question=QUESTION)
-        decoder = TransformersDecoder(made, store)
-        assert decoder.token_ids("".join(re.findall(r"\[\[ctx:.*?\]\]", "".join(marked)))) == []
-        assert [expand(store, text) for text in marked] == PASSAGES
-        with prefills(made.reader.own) as own, prefills(made.backbone.model) as plain:
-            [done] = decoder.generate([[{"role": "user", "content": "\n".join(marked)}]], Sampling(max_new_tokens=1))
-    assert (len(own), len(plain), done.slots) == (1, 0, 0)
-
-
 def test_every_budget_is_what_close_reading_takes(bundle: Bundle) -> None:
     questions = [Question(tuple(PASSAGES), q, ("Oda Brink",)) for q in (QUESTION, "Who was a mason?")]
     scores = evaluate(bundle, questions, (2, 4, 3), codec="fp16", max_new_tokens=2, progress=False)
