@@ -73,18 +73,7 @@ def _held(optimizer: Any) -> dict[str, Any]:
         "trained": sum(own(p) for group in optimizer.param_groups for p in group["params"]),
         "states": sum(map(own, states)),
         "bytes": sum(storages.values()),
-        "bytes in modules": sum(_bytes_in_modules().values()),
     }
-
-
-def _bytes_in_modules() -> dict[int, int]:
-    """Of what modules that are alive hold, by storage."""
-    from torch.distributed.tensor import DTensor
-
-    modules = [m for m in gc.get_objects() if isinstance(m, torch.nn.Module)]
-    tensors = [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-    own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}
 
 
 def run_tasks(tasks: list[Any]) -> list[dict[str, Any]]:

@@ -219,22 +219,15 @@ def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:
     assert "| Training steps | 3 |" in (stages / "1" / "bundle" / "README.md").read_text()
 
 
-def opened(stages: Path) -> Bundle:
-    """The last stage's bundle with gates that decide: some open, some closed."""
-    bundle = Bundle.from_pretrained(stages / "3" / "bundle")
-    assert isinstance(bundle.reader, ArcAlignerReader)
-    torch.manual_seed(2)
-    for parameter in bundle.reader.gates.parameters():
-        nn.init.normal_(parameter, std=2.0)
-    return bundle
-
-
 # Pictures
 
 
 def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
     """The numbers are those of a prompt that was read, whatever is asked after the text."""
-    bundle = opened(stages)
+    bundle = Bundle.from_pretrained(stages / "3" / "bundle")
+    torch.manual_seed(2)
+    for parameter in bundle.reader.gates.parameters():  # gates that decide: some open, some closed
+        nn.init.normal_(parameter, std=2.0)
     text = "Orla keeps a goat. Orla is old. She came by sea. Nobody knows when."
     files = inspect(bundle, [text], tmp_path / "pictures")
     assert [file.name for file in files] == ["loops.json", "loops.png"]
@@ -254,24 +247,5 @@ def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
     means = [sum(column) / len(column) for column in zip(*numbers["loops"], strict=True)]
     assert numbers["mean_loops"] == pytest.approx(means)
     assert 1 < numbers["flops"] / numbers["flops_of_the_frozen_decoder"] < 1 + 2  # a prompt of little but slots
-    second = Bundle.from_pretrained(stages / "2" / "bundle")
     with pytest.raises(ConfigError, match="gates are off"):
-        inspect(second, [text], tmp_path)
-
-
-def test_loops_are_those_of_the_prompt_it_was_trained_with(stages: Path, tmp_path: Path) -> None:
-    """What stands before the slots is the beginning of the recipe's first template, as the config has it."""
-    bundle = opened(stages)
-    seen: list[Tensor] = []
-    with bundle.reader.decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
-        model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["inputs_embeds"][0]), with_kwargs=True)
-    assert bundle.config.template == bundle.report["recipe"]["data"]["templates"][0]
-    assert bundle.config.template.startswith("{context}")
-    other = "Refer to the background document: {context}\n{question}"
-    for template, before in (("{context}\n\nQuestion: {question}", ""), (other, "Refer to the background document: ")):
-        bundle.config = bundle.config.model_copy(update={"template": template})
-        inspect(bundle, ["Orla keeps a goat. Orla is old."], tmp_path)
-        ids = bundle.tokenizer(f"<|user|>{before}", add_special_tokens=False)["input_ids"]
-        assert len(seen[-1]) == len(ids) + 2  # and the slots
-        assert torch.equal(seen[-1][: len(ids)], bundle.backbone.embeddings(torch.tensor(ids)))
-        assert json.loads((tmp_path / "loops.json").read_text())["template"] == template
+        inspect(Bundle.from_pretrained(stages / "2" / "bundle"), [text], tmp_path)

@@ -84,8 +84,6 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
     # A matrix of an odd number of rows, of which one process has a row more.
     assert first["trained"] + second["trained"] == trained and first["trained"] < 0.51 * trained
     assert first["states"] + second["states"] == 2 * trained and first["states"] < 0.51 * 2 * trained
-    # Nothing else holds a weight as it was before it was sharded.
-    assert first["bytes"] < 1.1 * (first["bytes in modules"] + 4 * first["states"])
     one, two = _saved(tmp_path / "alone"), _saved(tmp_path / "shared")
     assert one.keys() == two.keys()
     for file, tensors in one.items():

@@ -26,7 +26,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipe import SHIPPED, load_recipe, parse_recipe
+from ctx_compress_rag.training.recipe import SHIPPED, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.stages.distillation import DistillationCollator, DistillationLoss, with_repeats
@@ -204,16 +204,6 @@ def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> N
     whole = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)["input_ids"]
     assert prompt.ids().tolist() == [*whole, tokenizer.eos_token_id]
     assert tokenizer.decode(prompt.ids()[prompt.answers]).strip().startswith(answer)
-
-
-def test_curriculum_is_the_same_at_every_call() -> None:
-    recipe = load_recipe(RECIPES / "demo" / "mean_pooling.yaml")
-    assert recipe.stage == "distillation"
-    for step in range(0, recipe.optim.steps, 97):
-        ratios = recipe.ratios_at(step)
-        assert ratios == recipe.ratios_at(step) == sorted(set(ratios))
-    assert recipe.ratios_at(0) == [1, 2]
-    assert any(16 in recipe.ratios_at(s) for s in range(recipe.optim.steps))
 
 
 def test_sharding_refuses_what_makes_processes_differ() -> None:

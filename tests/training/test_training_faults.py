@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import TrainingError
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import is_finished, run_recipe
-from helpers.training import UNLIKE, killed, report, write_recipe
+from helpers.training import UNLIKE, write_recipe
 
 
 @pytest.mark.parametrize(
@@ -62,22 +61,3 @@ def test_report_has_the_hash_of_the_data_as_read(decoder: Path, tmp_path: Path) 
     assert not is_finished(load_recipe(recipe))
     write_jsonl(data, UNLIKE[:3])
     assert is_finished(load_recipe(recipe))
-
-
-def test_restarted_and_interrupted_training_is_unfinished(decoder: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 4, "save_every": 2})
-    run_recipe(recipe)
-    with killed(after=3):
-        run_recipe(recipe, resume=False)
-    assert not is_finished(load_recipe(recipe))
-    run_recipe(recipe)
-    assert report(tmp_path / "out")["resumed"] is True
-
-
-def test_time_limit_tells_how_to_resume_after_no_resume(
-    decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2})
-    for options, ending in (([], "resumes there"), (["--no-resume"], "resumes there, without --no-resume")):
-        assert main(["train", str(recipe), "--minutes", "0", *options]) == 0
-        assert capsys.readouterr().out.strip().endswith(ending)
