@@ -7,18 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import (
-    STORE,
-    Output,
-    OwnBundle,
-    Ratios,
-    Retrieved,
-    Store,
-    note_what_it_reads,
-    quiet_models,
-    read_text,
-)
 from ctx_compress_rag.errors import DataError
 
 
@@ -27,12 +17,12 @@ def agree(
     questions: Annotated[
         str, typer.Argument(metavar="FILE", help="A text file with one question per line; no answers are needed.")
     ],
-    store: Store = STORE,
-    bundle: OwnBundle = None,
-    ratios: Ratios = None,
-    k: Retrieved = 4,
+    store: shared.Store = shared.STORE,
+    bundle: shared.OwnBundle = None,
+    ratios: shared.Ratios = None,
+    k: shared.Retrieved = 4,
     worst: Annotated[int, typer.Option(metavar="N", min=0, help="Differing answers to show.")] = 5,
-    output: Output = "ctx-compress-agree",
+    output: shared.Output = "ctx-compress-agree",
 ) -> None:
     """Compare answers from slots and from text.
 
@@ -46,11 +36,11 @@ def agree(
     check_plots()
     if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
         raise DataError(f"{questions!r} is JSON: give a text file with one question per line")
-    asked = [line.strip() for line in read_text(questions, "questions").splitlines() if line.strip()]
+    asked = [line.strip() for line in shared.read_text(questions, "questions").splitlines() if line.strip()]
     Path(output).mkdir(parents=True, exist_ok=True)  # not only after the answers, which would be lost if it failed
-    quiet_models()
+    shared.quiet_models()
     with open_index(store, bundle) as index:
-        note_what_it_reads(index.bundle)
+        shared.note_what_it_reads(index.bundle)
         found = index.search(asked, k)
         given = [
             agreement.Asked(question, tuple(hit.text for hit in hits), tuple(hit.id for hit in hits))

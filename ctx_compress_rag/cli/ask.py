@@ -7,33 +7,16 @@ from typing import Annotated
 
 import typer
 
+from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import (
-    STORE,
-    AnswerTokens,
-    Device,
-    Dtype,
-    Extractive,
-    OwnBundle,
-    Retrieved,
-    Server,
-    ServerKey,
-    Store,
-    Template,
-    check_apart,
-    check_template,
-    note_what_it_reads,
-    printable,
-    quiet_models,
-)
 from ctx_compress_rag.errors import ConfigError
 
 
 @command('"How long does the warranty last?" --ratio 8')
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
-    store: Store = STORE,
-    bundle: OwnBundle = None,
+    store: shared.Store = shared.STORE,
+    bundle: shared.OwnBundle = None,
     ratio: Annotated[
         int | None,
         typer.Option(
@@ -51,15 +34,15 @@ def ask(
             help="In place of a ratio: maximum tokens of all passages; the nearest get the finest ratios.",
         ),
     ] = None,
-    k: Retrieved = 4,
+    k: shared.Retrieved = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
-    template: Template = None,
-    max_tokens: AnswerTokens = None,
-    extractive: Extractive = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    server: Server = None,
-    server_key: ServerKey = None,
+    template: shared.Template = None,
+    max_tokens: shared.AnswerTokens = None,
+    extractive: shared.Extractive = False,
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
+    server: shared.Server = None,
+    server_key: shared.ServerKey = None,
 ) -> None:
     """Answer a question from an index.
 
@@ -70,15 +53,15 @@ def ask(
 
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
-    check_apart(ratio=ratio, token_budget=token_budget, text=text)
-    check_apart(extractive=extractive, server=server)
-    check_template(template)
-    quiet_models()
+    shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
+    shared.check_apart(extractive=extractive, server=server)
+    shared.check_template(template)
+    shared.quiet_models()
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
         from ctx_compress_rag.decoding.vllm import ServerDecoder
 
-        note_what_it_reads(opened.bundle)
+        shared.note_what_it_reads(opened.bundle)
         [hits] = opened.search([question], k)
         config = opened.bundle.config
         asked_by = template or config.template
@@ -93,9 +76,9 @@ def ask(
         for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):
                 # Some tokenizers start an answer with a space.
-                print(printable(piece if begun else piece.lstrip()), end="", flush=True)
+                print(shared.printable(piece if begun else piece.lstrip()), end="", flush=True)
                 begun = begun or bool(piece.strip())
             else:
                 print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
     for number, hit in enumerate(hits, 1):
-        print(printable(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}"))
+        print(shared.printable(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}"))

@@ -6,21 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import (
-    AnswerTokens,
-    AnyBundle,
-    BatchSize,
-    Device,
-    Dtype,
-    Extractive,
-    Output,
-    Ratios,
-    Template,
-    check_template,
-    note_what_it_reads,
-    quiet_models,
-)
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 
@@ -31,7 +18,7 @@ def eval_(
         list[str],
         typer.Option(metavar="FILE...", help="JSONL files, scored separately.", show_default=False),
     ],
-    bundle: AnyBundle = DEFAULT_BUNDLE,
+    bundle: shared.AnyBundle = DEFAULT_BUNDLE,
     questions: Annotated[
         int, typer.Option(metavar="N", min=2, help="Maximum per set; one has no standard error.")
     ] = 200,
@@ -44,21 +31,21 @@ def eval_(
             "question's own]",
         ),
     ] = None,
-    ratios: Ratios = None,
+    ratios: shared.Ratios = None,
     codec: Annotated[
         str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
     ] = None,
     no_extraction: Annotated[
         bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: extraction and the token budget.")
     ] = False,
-    template: Template = None,
-    max_tokens: AnswerTokens = None,
-    extractive: Extractive = False,
-    batch_size: BatchSize = 16,
-    device: Device = None,
-    dtype: Dtype = None,
+    template: shared.Template = None,
+    max_tokens: shared.AnswerTokens = None,
+    extractive: shared.Extractive = False,
+    batch_size: shared.BatchSize = 16,
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
     card: Annotated[bool, typer.Option("--card", help="Also write the scores into BUNDLE's model card.")] = False,
-    output: Output = "ctx-compress-eval",
+    output: shared.Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle against its baselines.
 
@@ -80,13 +67,13 @@ def eval_(
         sentences("")  # report a missing package before the work starts
     if card and bundle in SHIPPED:
         raise ConfigError(f"--card cannot write into the shipped bundle {bundle!r}: give the folder of a copy")
-    check_template(template)
+    shared.check_template(template)
     if codec is not None:
         check_codec(codec)
-    quiet_models()
+    shared.quiet_models()
     sets = question_sets(data, questions, passages or 1)
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
-    note_what_it_reads(opened)
+    shared.note_what_it_reads(opened)
     scored = evaluate_sets(
         opened,
         sets,

@@ -6,18 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import (
-    STORE,
-    Device,
-    Dtype,
-    OwnBundle,
-    Store,
-    check_apart,
-    note_what_it_reads,
-    printable,
-    quiet_models,
-)
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, MIN_CHUNK_TOKENS
 
@@ -33,7 +23,7 @@ def index(
         ),
     ] = None,
     *,
-    store: Store = STORE,
+    store: shared.Store = shared.STORE,
     collection: Annotated[
         str | None,
         typer.Option(
@@ -41,7 +31,7 @@ def index(
             help="In place of PATH: your app's own collection in the Chroma folder; soft contexts are kept beside it.",
         ),
     ] = None,
-    bundle: OwnBundle = None,
+    bundle: shared.OwnBundle = None,
     chunk_tokens: Annotated[
         int | None,
         typer.Option(
@@ -60,8 +50,8 @@ def index(
             metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the index's own, else MiniLM]"
         ),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
 ) -> None:
     """Index a folder of files, or a file of texts.
 
@@ -81,21 +71,21 @@ def index(
     if collection is not None:
         # Your app's collection keeps its own passages and vectors.
         for name, value in {"embedder": embedder, "prune": prune, "chunk_tokens": chunk_tokens}.items():
-            check_apart(collection=collection, **{name: value})
-        quiet_models()
+            shared.check_apart(collection=collection, **{name: value})
+        shared.quiet_models()
         bundle = bundle or DEFAULT_BUNDLE
         done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)
         print(_compressed(f"collection {collection}", done.added + done.updated, done.unchanged, bundle))
         return
     given = open_input(str(path))  # before models are loaded and a store is made
-    quiet_models()
+    shared.quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
-        note_what_it_reads(opened.bundle)
+        shared.note_what_it_reads(opened.bundle)
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune)
     what, name = f"{report.files} {given.kind} in {path}", opened.bundle.config.name
-    print(printable(_compressed(what, report.added, report.unchanged, name)))
+    print(shared.printable(_compressed(what, report.added, report.unchanged, name)))
     if skipped := given.skipped():
-        print(printable(skipped))
+        print(shared.printable(skipped))
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
     if report.vanished:

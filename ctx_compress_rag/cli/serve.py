@@ -6,28 +6,17 @@ from typing import Annotated
 
 import typer
 
+from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import (
-    STORE,
-    Device,
-    Dtype,
-    OwnBundle,
-    Server,
-    ServerKey,
-    Store,
-    check_apart,
-    note_what_it_reads,
-    quiet_models,
-)
 from ctx_compress_rag.errors import ConfigError
 
 
 @command("--store ./chroma --port 8000")
 def serve(
-    store: Store = STORE,
-    bundle: OwnBundle = None,
-    server: Server = None,
-    server_key: ServerKey = None,
+    store: shared.Store = shared.STORE,
+    bundle: shared.OwnBundle = None,
+    server: shared.Server = None,
+    server_key: shared.ServerKey = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_keys: Annotated[
@@ -54,8 +43,8 @@ def serve(
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.  [default: 8]")
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
+    device: shared.Device = None,
+    dtype: shared.Dtype = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if a request gives no limit.")] = 512,
     longest_answer: Annotated[
         int | None,
@@ -83,17 +72,17 @@ def serve(
     from ctx_compress_rag.server.app import create_app
     from ctx_compress_rag.server.guard import Limits
 
-    check_apart(server=server, batch_size=batch_size)
+    shared.check_apart(server=server, batch_size=batch_size)
     keys = find_keys(api_keys)
     if keys is not None and allowed_host:
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
     limits = Limits(max_body, max_requests, max_tokens, longest_answer)
-    quiet_models()
+    shared.quiet_models()
     with (
         run.listen(host, port, keys is not None) as listener,
         run.open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened),
     ):
-        note_what_it_reads(served)
+        shared.note_what_it_reads(served)
         name = served.config.name
         decoder: TransformersDecoder
         if server is not None:

@@ -28,6 +28,8 @@ NO_CONTEXT = "no context"
 _ANSWER_TOKENS = 32
 _COARSEST = 32
 _TIMED_QUESTIONS = 3
+_SHOWN = 4
+"""The ratio whose answers are shown, if the bundle has it."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
         ),
         systems=tuple(systems),
         sources=tuple(", ".join(dict.fromkeys(hit.source for hit in found)) for found in hits),
-        shown=corpus.shown if corpus.shown in ratios else ratios[0],
+        shown=_SHOWN if _SHOWN in ratios else ratios[0],
         license=corpus.license,
-        picture=_draw(systems, corpus.about, folder.with_name(f"{folder.name}.png")),
+        picture=_draw(systems, folder.with_name(f"{folder.name}.png")),
     )
 
 
@@ -194,12 +196,14 @@ def _first_token_ms(decoder: TransformersDecoder, prompt: Callable[[int], Sequen
     return 1000 * (time.perf_counter() - began)
 
 
-def _draw(systems: Sequence[DemoSystem], about: str, path: Path) -> Path:
+def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
     soft = [s for s in systems if s.ratio]
     curve = report.curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
     levels = {s.label: s.score for s in systems if not s.ratio}
     count = len(systems[0].scores)
-    return plot_scores(path, [curve], levels, title=f"{count} questions, {about} (bars: standard error)")
+    return plot_scores(
+        path, [curve], levels, title=f"{count} questions, paragraphs of Wikipedia (bars: standard error)"
+    )
 
 
 def _table(header: list[str], rows: list[list[str]], widest: list[int]) -> str:

@@ -30,16 +30,12 @@ class Corpus:
         passages: to index.
         questions: to ask.
         retrieved: passages per prompt.
-        shown: the ratio whose answers are shown.
-        about: what the passages are.
         license: authors and license of the passages.
     """
 
     passages: tuple[Passage, ...]
     questions: tuple[DemoQuestion, ...]
     retrieved: int
-    shown: int
-    about: str
     license: str
 
 
@@ -51,4 +47,4 @@ def wikipedia_corpus() -> Corpus:
         DemoQuestion(row["question"], tuple(row["answers"]), (str(passages[row["passage"]].id),))
         for row in data["questions"]
     )
-    return Corpus(passages, questions, retrieved=2, shown=4, about="paragraphs of Wikipedia", license=_XQUAD)
+    return Corpus(passages, questions, retrieved=2, license=_XQUAD)

@@ -159,25 +159,14 @@ class Generate(_Request):
     def sampling(self, default: int, most: int | None = None) -> Sampling:
         """How to answer: with at most `default` tokens if the client gives no limit, and never more than `most`."""
         return Sampling(
-            max_new_tokens=min(self.longest or default, most or sys.maxsize),
+            max_new_tokens=min(self.max_tokens or default, most or sys.maxsize),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=max(self.top_k, 0),
             stop=tuple(self.stop),
             seed=self.seed,
             extractive=self.extractive,
-            json_schema=self.schema_wanted,
         )
-
-    @property
-    def longest(self) -> int | None:
-        """The longest answer that the client wants."""
-        return self.max_tokens
-
-    @property
-    def schema_wanted(self) -> str | None:
-        """The schema, as JSON, that the answer has to fit; None for text."""
-        return None
 
 
 class ChatCompletion(Generate):
@@ -190,22 +179,19 @@ class ChatCompletion(Generate):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 
     def sampling(self, default: int, most: int | None = None) -> Sampling:
-        return replace(super().sampling(default, most), logprobs=self.logprobs, top_logprobs=self.top_logprobs)
-
-    @property
-    def longest(self) -> int | None:
-        """The longest answer that the client wants."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def schema_wanted(self) -> str | None:
-        """The schema, as JSON, that the answer has to fit; None for text."""
+        schema = None
         match self.response_format:
             case JsonFormat(json_schema=named):
-                return str(named.text)
+                schema = str(named.text)
             case ObjectFormat():
-                return '{"type": "object"}'
-        return None
+                schema = '{"type": "object"}'
+        return replace(
+            super().sampling(default, most),
+            max_new_tokens=min(self.max_completion_tokens or self.max_tokens or default, most or sys.maxsize),
+            json_schema=schema,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+        )
 
     def prompt(self) -> list[Message]:
         """The chat."""

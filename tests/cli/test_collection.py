@@ -41,10 +41,6 @@ def test_passages_are_compressed_in_the_dtype_and_on_the_device(
         assert torch.equal(stored.slots.half(), made.slots.half()) is (other == dtype)
 
 
-def test_a_device_that_is_not_there_is_told(run: Any, command: list[object]) -> None:
-    assert "device='nowhere' cannot be used here" in run.fails(*command, "--device", "nowhere")
-
-
 def test_names_that_are_not_utf_8_are_told(run: Any, command: list[object], docs: Path, tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
     at = command.index("docs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,11 @@ import yaml
 from typer.main import get_command
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.cli.command import app
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.evaluation.answering import answer
-from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.training.recipe import SHIPPED
-from helpers.cli import without_rights
 from helpers.forked import run_python
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -93,53 +87,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_resumes(
     assert " 0 unchanged" in run.out
 
 
-INDEXED_THRICE = """
-import os, sys
-from pathlib import Path
-import ctx_compress_rag.indexing.build, peft, sentence_transformers  # once for the three
-from ctx_compress_rag.cli import main
-
-docs, store = sys.argv[1:]
-for path in (Path(store, "ctx-compress.lock"), Path(store, "chroma.sqlite3"), Path(store)):
-    mode = path.stat().st_mode
-    path.chmod(mode & ~0o222)
-    if not (child := os.fork()):
-        print("code", main(["index", docs, "--store", store]), file=sys.stderr, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-    path.chmod(mode)
-"""
-
-
-@pytest.mark.slow
-def test_a_store_that_cannot_be_written_is_one_line(run: Any, bundle_folder: Path, docs: Path, tmp_path: Path) -> None:
-    """Its lock, its database and its folder."""
-    store = tmp_path / "chroma"
-    assert run("index", docs, "--bundle", bundle_folder, "--store", store) == 0
-    (docs_of_more := tmp_path / "more").mkdir()
-    (docs_of_more / "new.txt").write_text("A passage that is new.")
-    command = [*without_rights(), sys.executable, "-c", INDEXED_THRICE, str(docs_of_more), str(store)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    lines = done.stderr.splitlines()
-    ended = [number for number, line in enumerate(lines) if line == "code 2"]
-    assert len(ended) == 3, done.stderr
-    assert all(lines[n - 1].startswith("ctx-compress: error: ") and str(store) in lines[n - 1] for n in ended)
-
-
 # Arguments
-
-
-@pytest.fixture
-def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever answers a question has begun to work."""
-    monkeypatch.setattr(TransformersDecoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
-
-
-def test_agree_refuses_questions_in_json(run: Any, tmp_path: Path) -> None:
-    """Each row was asked as it stands, with braces, answers and passages."""
-    (tmp_path / "q.jsonl").write_text('{"question": "Who?"}\n')
-    assert "give a text file with one question per line" in run.fails("agree", tmp_path / "q.jsonl", "--store", "s")
 
 
 def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: Any, tmp_path: Path) -> None:
@@ -165,6 +113,7 @@ def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: An
         (["index"], "--collection NAME"),
         (["index", "docs", "--codec", "int3"], "int3"),
         (["eval", "--data", "nowhere.jsonl", "--codec", "int3"], "int3"),
+        (["agree", "rows.jsonl"], "give a text file with one question per line"),
     ],
 )
 def test_options_that_cannot_be_given_together_are_refused_before_a_store_is_opened(
@@ -175,8 +124,10 @@ def test_options_that_cannot_be_given_together_are_refused_before_a_store_is_ope
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("no_answers")
-def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
+def test_eval_refuses_before_it_answers(
+    run: Any, bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TransformersDecoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
     one = tmp_path / "one.jsonl"
     write_jsonl(one, world_examples("test", 0, 1, max_turns=1, passages=(1,)))
     two = tmp_path / "two.jsonl"
@@ -191,15 +142,6 @@ def test_eval_refuses_before_it_answers(run: Any, bundle_folder: Path, tmp_path:
     ):
         assert message in run.fails(*evaluate, *given), given
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.usefixtures("no_answers")
-def test_ratios_are_checked_by_what_a_method_can_do(make_tiny_bundle: Any) -> None:
-    questions = [Question(("text",), "what?", ("text",))] * 2
-    for method, ratio in (({}, 6), ({"name": "compression_tokens"}, 5), ({"name": "ram", "segment_tokens": 4}, 1)):
-        bundle: Bundle = make_tiny_bundle(**method)
-        with pytest.raises(RatioError, match=f"{ratio}"):
-            answer(bundle, questions, [8, ratio], ("soft context",))
 
 
 # Recipes

@@ -71,12 +71,6 @@ def test_a_bad_row_is_named_and_the_rows_of_the_store_stay(
     assert set(before) <= set(index.store.ids())
 
 
-def test_rows_in_utf_16_are_told_their_encoding(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-16")
-    with pytest.raises(DataError, match="rows.jsonl, line 1: not UTF-8 .* iconv -f UTF-16 -t UTF-8"):
-        list(open_input(tmp_path / "rows.jsonl").texts())
-
-
 def test_no_rows_are_an_error_and_prune_nothing(index: PassageIndex, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS[:1])
     update_index(index, open_input(file), progress=False)
