@@ -9,7 +9,6 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import CtxCompressError
-from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import QUESTION, in_thread, wait_for
 
 
@@ -20,16 +19,6 @@ def test_a_batch_answers_as_each_prompt_alone(decoder: TransformersDecoder, prom
     assert [answer.slots > 0 for answer in together] == [True, False, True, True, False, True]
     assert len({answer.text for answer in together}) == len(prompts)
     assert decoder.generate([]) == []
-
-
-def test_passages_of_a_batch_are_fetched_in_one_call(
-    decoder: TransformersDecoder, store: SoftContextStore, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    fetch = store.fetch
-    monkeypatch.setattr(store, "fetch", lambda markers: calls.append(markers) or fetch(markers))
-    decoder.generate(prompts, Sampling(max_new_tokens=1))
-    assert [len(call) for call in calls] == [4]  # a, b and c at ratio 4, c at 16: each once
 
 
 # Streams

@@ -176,11 +176,3 @@ def test_the_colder_the_likelier_and_never_another_token(bundle: Any, temperatur
 def test_impossible_sampling_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Sampling(**values)
-
-
-def test_numbers_may_be_written_as_people_do(decoder: TransformersDecoder) -> None:
-    written = Sampling("12", 1, 1, "5", ["END"], 3.0)  # type: ignore[arg-type]
-    plain = Sampling(12, 1.0, 1.0, 5, ("END",), 3)
-    assert written == plain and type(written.temperature) is float and hash(written) == hash(plain)
-    assert decoder.generate([QUESTION], Sampling(4, 1, seed=2**64 - 1))
-    assert TransformersDecoder(decoder.bundle, batch_size="2").batch_size == 2  # type: ignore[arg-type]
