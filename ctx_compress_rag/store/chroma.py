@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -202,8 +203,12 @@ class Records:
         return [*self.unsearchable(ids[:half], vector), *self.unsearchable(ids[half:], vector)] if half else list(ids)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
+        ask = partial(getattr(self._collection, method), **arguments)
         with explained(self.where, self._folder):
-            return getattr(self._collection, method)(**arguments)
+            try:
+                return ask()
+            except httpx.RemoteProtocolError:  # the server has closed the connection that was kept from the last call
+                return ask()
 
     def _tell(self, method: str, **arguments: Any) -> None:
         with explained(self.where, self._folder, writing=True):

@@ -65,9 +65,8 @@ def test_a_forged_marker_is_logged_once_and_stays(caplog: pytest.LogCaptureFixtu
         parts = CODEC.split(f"{forged} and {forged}{good}", "t")
     assert parts[0] == f"{forged} and {forged}"
     assert isinstance(parts[1], Marker)
-    assert [record.message for record in caplog.records] == [
-        "2 marker(s) in the text were not made with this key for scope 't', or were cut: left as literal text"
-    ]
+    [record] = caplog.records
+    assert "2 marker(s)" in record.message and "'t'" in record.message
 
 
 def test_a_marker_of_another_scope_is_refused_with_the_remedy() -> None:

@@ -98,16 +98,6 @@ def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
             store.get_passages(["p0"])
 
 
-def test_another_key_reads_nothing_and_says_why(tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
-        add(store, 1)
-    with (
-        SoftContextStore(tmp_path, WordBundle(), key=KEY + b"!") as store,
-        pytest.raises(PayloadError, match="another key.*CTX_COMPRESS_KEY"),
-    ):
-        mark(store, [passage(0)], ["p0"], on_missing="error")
-
-
 @pytest.mark.parametrize("scope", ["default", "alice"])
 def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> None:
     bundle = WordBundle()

@@ -185,19 +185,3 @@ def test_markers_written_here_are_read_by_id_and_others_by_name(tmp_path: Path) 
             store.fetch([second])
     with SoftContextStore(tmp_path, bundle, key=b"k" * 16) as reader:
         assert_same(reader.fetch([first])[0], bundle.at(passage(0), 4))
-
-
-def test_a_program_without_the_secret_writes_nothing_that_is_read_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "the app's secret")
-    with SoftContextStore(tmp_path, WordBundle()) as store:
-        add(store, 1)
-    monkeypatch.delenv(KEY_VARIABLE)
-    with SoftContextStore(tmp_path, WordBundle()) as store:
-        store.add(["Nimbridge has a forged mayor."], ["p0"], progress=False)  # makes a key file of its own
-    monkeypatch.setenv(KEY_VARIABLE, "the app's secret")
-    with SoftContextStore(tmp_path, WordBundle()) as store:
-        assert store.damaged() == ["p0"]
-        with pytest.raises(PayloadError, match="another key"):
-            store.get_passages(["p0"])
