@@ -23,8 +23,7 @@ from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.evaluation.answering import SOFT, answer
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import questions_of
-from ctx_compress_rag.evaluation.report import table, with_error
-from ctx_compress_rag.evaluation.statistics import standard_error
+from ctx_compress_rag.evaluation.report import interval, mean, table
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.methods.base.wrap import Wrap, WrapConfig
 from ctx_compress_rag.text.answers import token_f1
@@ -165,14 +164,14 @@ def measured(bundle: Bundle, file: str, count: int) -> Scores:
 
 
 def report(results: dict[str, Scores]) -> str:
-    """A table of the means with their errors, and each trial's paired difference from "answers"."""
+    """A table of the means with their errors, and paired differences: of "answers" from "start", of others from it."""
     rows = []
     for key in results["start"]:
         row = {"measured": key}
         for name, scores in results.items():
-            row[name] = with_error(float(np.mean(scores[key])), standard_error(scores[key]))
-            if name not in ("start", "answers") and "answers" in results:
-                gain = paired_difference(scores[key], results["answers"][key])
-                row[name] += f" ({gain.value:+.3f}: {gain.low:+.3f} to {gain.high:+.3f})"
+            row[name] = mean(scores[key])
+            before = "start" if name == "answers" else "answers"
+            if name != "start" and before in results:
+                row[name] += f" ({interval(paired_difference(scores[key], results[before][key]), '+')})"
         rows.append(row)
     return table(rows)
