@@ -67,7 +67,8 @@ def modules_under(root: Path, package: str) -> list[str]:
 
 
 CORE_MODULES = modules_under(ROOT, "ctx_compress_rag")
-INTEGRATION_MODULES = modules_under(INTEGRATIONS, LANGCHAIN) + modules_under(INTEGRATIONS, "llama_index")
+INTEGRATED = sorted(folder.name for folder in INTEGRATIONS.iterdir() if folder.name != "__pycache__")
+INTEGRATION_MODULES = [module for package in INTEGRATED for module in modules_under(INTEGRATIONS, package)]
 
 
 def run_python(code: str, cwd: Path, path: Path | str | None = None) -> str:
@@ -231,7 +232,7 @@ def test_the_wheel_holds_every_file_of_its_packages(wheel: Path) -> None:
         names = set(archive.namelist())
     wanted = {
         str(file.relative_to(root))
-        for root, package in [(ROOT, "ctx_compress_rag"), (INTEGRATIONS, LANGCHAIN), (INTEGRATIONS, "llama_index")]
+        for root, package in [(ROOT, "ctx_compress_rag"), *((INTEGRATIONS, each) for each in INTEGRATED)]
         for file in (root / package).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }

@@ -47,7 +47,7 @@ class AdaptableLLM(DecoderLLM):
         if chosen is None:
             raise ConfigError(f"{type(self).__name__} has no predictor: give predictor=, or adapt() an adaptation")
         decoder = self._adaptive()
-        with self._in_scope():
+        with self.in_scope():
             if ratio is not None:
                 demonstrations = [demonstration.marked(self.store, ratio) for demonstration in demonstrations]
             if isinstance(chosen, str | Path):

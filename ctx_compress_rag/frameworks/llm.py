@@ -119,7 +119,7 @@ class DecoderLLM(BaseModel):
         bundle = self.store.bundle
         if "max_tokens" not in self.model_fields_set and isinstance(bundle, Bundle) and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
-        self._sampling({})  # impossible values are refused here, not at the first question
+        self.sampling({})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the model and the store belong to this process."""
@@ -140,7 +140,7 @@ class DecoderLLM(BaseModel):
             message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")
         return asked
 
-    def _sampling(self, given: Mapping[str, Any]) -> Sampling:
+    def sampling(self, given: Mapping[str, Any]) -> Sampling:
         """How a call's answer is sampled: by its options, else by the LLM's own.
 
         Args:
@@ -204,7 +204,8 @@ class DecoderLLM(BaseModel):
         """Identifies what an adaptation changed; None without one."""
         return None if self._decoder is None else self._decoder.change.digest
 
-    def _in_scope(self) -> AbstractContextManager[None]:
+    def in_scope(self) -> AbstractContextManager[None]:
+        """A block in which prompts are read with the LLM's `scope`."""
         return nullcontext() if self.scope is None else scope(self.scope)
 
 

@@ -64,13 +64,14 @@ class MarkingPostprocessor(BaseModel):
         """Refuse to be pickled: the store belongs to this process."""
         raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
 
-    def _mark(
+    def mark(
         self,
         texts: Sequence[str],
         ids: Sequence[str | None],
         scores: Sequence[object],
         question: str | None,
     ) -> list[Marked]:
+        """Mark the retrieved texts of a question with these options: see `ctx_compress_rag.marking.mark.mark`."""
         return Marking(self.store, self._options()).mark(texts, ids, scores, question)
 
     def _options(self) -> MarkingOptions:

@@ -1,10 +1,11 @@
 """Encode soft contexts as strings, which Chroma's metadata can hold, and decode them.
 
-A payload is a header, the token counts as runs, and the slots as a codec packs them:
+A payload is a header, the token counts as runs, the slots as a codec packs them, and a checksum:
 
-    <BBIIII>  format, codec, slots S, dim D, runs R, CRC-32 of all that follows
+    <BBIII>   format, codec, slots S, dim D, runs R
     R x <II>  token count, how many slots in a row have it
     rest      the codec's bytes
+    <I>       CRC-32 of all that precedes
 
 All slots of a window but the last stand for the same number of tokens, so the counts take about 16 bytes.
 The CRC turns a truncated or altered payload into an error instead of a wrong answer. The bytes become text in base64.
@@ -30,8 +31,9 @@ from ctx_compress_rag.soft_context import SoftContext
 Floats = NDArray[np.float32]
 
 FORMAT = 1
-_HEADER = struct.Struct("<BBIIII")
+_HEADER = struct.Struct("<BBIII")
 _RUN = struct.Struct("<II")
+_CRC = struct.Struct("<I")
 _FP16_MAX = float(np.finfo(np.float16).max)
 _FP32_MAX = float(np.finfo(np.float32).max)
 _STEPS = 8
@@ -39,16 +41,16 @@ _STEPS = 8
 
 
 class Codec(Protocol):
-    """Packs a finite float32 matrix (S, D) into bytes and back.
+    """Packs a finite float32 matrix (S, D) into bytes and back, finite again.
 
-    `code` is the codec's number in the payload's header; it never changes once released. If a codec is `padded`,
-    matrices of several widths can have the same size, so the checksum covers the width, too.
+    `code` is the codec's number in the payload's header; it never changes once released.
     """
 
     code: int
-    padded: bool
 
-    def pack(self, slots: Floats) -> bytes: ...
+    def pack(self, slots: Floats) -> bytes:
+        """PayloadError if a value is beyond what the codec can hold."""
+        ...
 
     def size(self, n_slots: int, dim: int) -> int:
         """Bytes that `pack` makes of a matrix (n_slots, dim)."""
@@ -61,7 +63,6 @@ class Fp16:
     """IEEE half precision: relative error 2e-4, two bytes a value."""
 
     code = 1
-    padded = False
 
     def pack(self, slots: Floats) -> bytes:
         if np.abs(slots).max() > _FP16_MAX:
@@ -86,7 +87,6 @@ class Int8:
     """
 
     code = 2
-    padded = False
 
     def pack(self, slots: Floats) -> bytes:
         scales = np.abs(slots).max(axis=0).astype(np.float64) / 127
@@ -124,7 +124,6 @@ class Int4:
     """
 
     code = 3
-    padded = True
     _group = 32
 
     def pack(self, slots: Floats) -> bytes:
@@ -180,10 +179,6 @@ def check_codec(name: str) -> str:
     return name
 
 
-def _checksum(codec: Codec, dim: int, body: bytes) -> int:
-    return zlib.crc32(body, dim if codec.padded else 0)
-
-
 def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     """A SoftContext as a string.
 
@@ -197,9 +192,9 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     if not np.isfinite(slots).all():
         raise PayloadError(f"{int((~np.isfinite(slots)).sum())} of {slots.size} slot values are NaN or infinite")
     runs = _runs(soft.token_counts.tolist())
-    body = b"".join(_RUN.pack(*run) for run in runs) + packer.pack(slots)
-    header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs), _checksum(packer, slots.shape[1], body))
-    return base64.b64encode(header + body).decode("ascii")
+    header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs))
+    data = b"".join((header, *(_RUN.pack(*run) for run in runs), packer.pack(slots)))
+    return base64.b64encode(data + _CRC.pack(zlib.crc32(data))).decode("ascii")
 
 
 def decode(payload: str) -> SoftContext:
@@ -212,16 +207,16 @@ def decode(payload: str) -> SoftContext:
         data = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
         raise PayloadError(f"the payload is not base64 ({error})") from error
-    if len(data) < _HEADER.size:
+    if len(data) < _HEADER.size + _CRC.size:
         raise PayloadError(f"the payload is truncated: {len(data)} bytes, shorter than its header")
-    version, code, n_slots, dim, n_runs, crc = _HEADER.unpack_from(data)
+    version, code, n_slots, dim, n_runs = _HEADER.unpack_from(data)
     if version != FORMAT or code not in _BY_CODE:
         raise PayloadError(f"unknown payload format {version} or codec {code}: it is corrupt or from a newer version")
-    codec, body, runs_end = _BY_CODE[code], data[_HEADER.size :], n_runs * _RUN.size
+    codec, body, runs_end = _BY_CODE[code], data[_HEADER.size : -_CRC.size], n_runs * _RUN.size
     expected = runs_end + codec.size(n_slots, dim)
     if not n_slots * dim or len(body) != expected:
         raise PayloadError(f"the payload has {len(body)} bytes, but ({n_slots}, {dim}) slots need {expected}")
-    if _checksum(codec, dim, body) != crc:
+    if _CRC.pack(zlib.crc32(data[: -_CRC.size])) != data[-_CRC.size :]:
         raise PayloadError("the payload is corrupt: its checksum does not match")
     runs = list(_RUN.iter_unpack(body[:runs_end]))
     if sum(length for _, length in runs) != n_slots:

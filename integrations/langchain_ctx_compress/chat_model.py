@@ -119,8 +119,8 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        sampling = self._sampling(kwargs if stop is None else {**kwargs, "stop": stop})
-        with self._in_scope():  # the prompt is read here, not during iteration
+        sampling = self.sampling(kwargs if stop is None else {**kwargs, "stop": stop})
+        with self.in_scope():  # the prompt is read here, not during iteration
             pieces = self.decoder.stream(to_chat(messages), sampling)
         for piece in pieces:
             if isinstance(piece, str):
@@ -137,7 +137,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text, one placeholder id per slot for each marker in it."""
-        with self._in_scope():
+        with self.in_scope():
             return self.decoder.token_ids(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
@@ -147,7 +147,7 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         """
         if not messages:  # asked by LangChain as it trims
             return 0
-        with self._in_scope():
+        with self.in_scope():
             return self.decoder.count_chat_tokens(to_chat(messages))
 
     def with_structured_output(

@@ -44,7 +44,7 @@ class CompressedContextPostprocessor(
         """Put markers in place of the documents' texts or, with a RAM bundle, of what the `query` does not need."""
         texts = [document.page_content for document in checked(documents)]
         scores = [document.metadata.get(self.score_key) for document in documents]
-        marked = self._mark(texts, [document.id for document in documents], scores, query)
+        marked = self.mark(texts, [document.id for document in documents], scores, query)
         return [_shown(document, *each) for document, each in zip(documents, marked, strict=True)]
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:

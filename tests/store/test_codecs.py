@@ -83,7 +83,7 @@ def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
 def test_any_float_type_is_taken(codec: str, dtype: torch.dtype) -> None:
     slots = torch.linspace(-2, 2, 12, requires_grad=True).reshape(3, 4).to(dtype)
     back = decode(encode(SoftContext(slots, torch.tensor([4, 4, 1])), codec))
-    torch.testing.assert_close(back.slots, slots.detach().float(), atol=0.2 if codec == "int4" else 0.02, rtol=0)
+    torch.testing.assert_close(back.slots, slots.detach().float(), atol=0.2, rtol=0)
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -115,9 +115,10 @@ def test_nothing_cannot_be_stored(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
-def test_every_cut_and_every_changed_byte_is_noticed(codec: str) -> None:
-    """Padding gives several widths one size (int4): 3 x 4 numbers are as many bytes as 3 x 5."""
-    payload = encode(context(np.arange(12, dtype=np.float32).reshape(3, 4)), codec)
+@pytest.mark.parametrize("shape", [(3, 4), (2, 4)])
+def test_every_cut_and_every_changed_byte_is_noticed(codec: str, shape: tuple[int, int]) -> None:
+    """3 x 4 numbers are as many bytes as 3 x 5 in int4, which pads; 2 x 4 are as many in int8 as in fp16."""
+    payload = encode(context(np.arange(np.prod(shape), dtype=np.float32).reshape(shape)), codec)
     raw = base64.b64decode(payload)
     changed = (raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :] for at in range(len(raw)) for bits in range(1, 256))
     for damaged in (*(payload[:end] for end in range(len(payload))), *map(to_text, changed)):
@@ -136,9 +137,9 @@ def test_rubbish_is_a_payload_error(rubbish: str) -> None:
 def test_what_another_program_wrote_is_checked(second: int, value: float, named: str) -> None:
     """Numbers that are none, and counts of tokens that do not cover the slots, under a right checksum."""
     body = struct.pack("<II", 4, second) + np.array([1, value], "<f2").tobytes()
-    raw = struct.pack("<BBIIII", 1, CODECS["fp16"].code, 1, 2, 1, zlib.crc32(body)) + body
+    data = struct.pack("<BBIII", 1, CODECS["fp16"].code, 1, 2, 1) + body
     with pytest.raises(PayloadError, match=named):
-        decode(to_text(raw))
+        decode(to_text(data + struct.pack("<I", zlib.crc32(data))))
 
 
 def test_unknown_codec_names_the_choices() -> None:

@@ -122,25 +122,25 @@ class CompressedContextLLM(AdaptableLLM, LLM):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a prompt piece by piece; the last response has an empty delta and the token counts."""
-        sampling = self._sampling(kwargs)
+        sampling = self.sampling(kwargs)
         return _completions(self._stream(self._from_text(prompt, formatted), sampling), sampling)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has an empty delta and the token counts."""
-        sampling = self._sampling(kwargs)
+        sampling = self.sampling(kwargs)
         return _chats(self._stream(self._from_messages(messages), sampling), sampling)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete` in a thread."""
-        sampling = self._sampling(kwargs)
+        sampling = self.sampling(kwargs)
         return _in_thread(_completions(await self._astream(self._from_text(prompt, formatted), sampling), sampling))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat` in a thread."""
-        sampling = self._sampling(kwargs)
+        sampling = self.sampling(kwargs)
         return _in_thread(_chats(await self._astream(self._from_messages(messages), sampling), sampling))
 
     def structured_predict(
@@ -227,23 +227,23 @@ class CompressedContextLLM(AdaptableLLM, LLM):
             return self.messages_to_prompt(messages)
         return [{"role": _ROLES.get(m.role, m.role.value), "content": m.content or ""} for m in messages]
 
-    def _sampling(self, given: Mapping[str, Any]) -> Sampling:
-        return super()._sampling({**self._json, **given})
+    def sampling(self, given: Mapping[str, Any]) -> Sampling:
+        return super().sampling({**self._json, **given})
 
     def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
-        sampling = self._sampling(given)
-        with self._in_scope():
+        sampling = self.sampling(given)
+        with self.in_scope():
             return _whole(self.decoder.generate([prompt], sampling)[0], sampling)
 
     def _stream(self, prompt: Prompt, sampling: Sampling) -> Pieces:
-        with self._in_scope():  # the prompt is read here, not during iteration
+        with self.in_scope():  # the prompt is read here, not during iteration
             return cast(Pieces, self.decoder.stream(prompt, sampling))
 
     async def _astream(self, prompt: Prompt, sampling: Sampling) -> Pieces:
         return await asyncio.to_thread(self._stream, prompt, sampling)
 
     async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
-        sampling = self._sampling(given)
+        sampling = self.sampling(given)
         # A stream can be stopped, a call in a thread cannot: stream, so that a canceled task frees the decoder.
         async with aclosing(_in_thread(await self._astream(prompt, sampling))) as pieces:
             *_, done = [piece async for piece in pieces]

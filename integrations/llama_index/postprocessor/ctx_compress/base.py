@@ -38,7 +38,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         """The nodes with markers. The async form of the base class runs this in a thread."""
         done = restored(nodes)
         texts = {place: own_text(scored.node) for place, scored in enumerate(done) if is_text(scored.node)}
-        marked = self._mark(
+        marked = self.mark(
             list(texts.values()),
             [done[place].node.node_id for place in texts],
             [done[place].score for place in texts],
