@@ -91,7 +91,7 @@ class SeveralLoss(SlotObjective):
             rows = drawn[ratio]
             logits, answers, looks = self.read(prompts.only(rows), batch, [evidence[row] for row in rows], ratio)
             loss = loss + F.cross_entropy(logits, answers, reduction="sum") / answer_tokens[0]
-            if self.attention:
+            if self.attention and looks:
                 loss = loss + self.attention * torch.stack(looks).sum() / (turns * len(HEADS))
             own = [row for row, places in enumerate(quotes.passages) if ratio_of[tuple(places)] == ratio]
             if self.quote and own:
