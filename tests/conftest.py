@@ -33,21 +33,14 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
     RAM stores a vector for each segment: its base ratio is their size.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.config import BundleConfig
     from ctx_compress_rag.models.backbone import Backbone
-    from helpers.models import tiny_llama
+    from helpers.models import tiny_config, tiny_llama
 
     def make(seed: int = 0, **method: Any) -> Bundle:
         torch.manual_seed(seed)
-        decoder = tiny_llama(tiny_tokenizer)
-        config = BundleConfig(
-            name="tiny",
-            method={"name": "mean_pooling", **method},
-            base_ratio=method["segment_tokens"] if method.get("name") == "ram" else 4,
-            ratios=[4, 8, 16],
-            max_tokens=64,
-        )
-        bundle = Bundle.build(config, Backbone(decoder, tiny_tokenizer))
+        base_ratio = method["segment_tokens"] if method.get("name") == "ram" else 4
+        config = tiny_config(method={"name": "mean_pooling", **method}, base_ratio=base_ratio)
+        bundle = Bundle.build(config, Backbone(tiny_llama(tiny_tokenizer), tiny_tokenizer))
         bundle.reader.initialize(1.0)
         return bundle
 

@@ -96,13 +96,16 @@ def test_public_names_lead_to_what_they_say() -> None:
         _ = ctx_compress_rag.Bundel
 
 
-def rooms_imported_by(tree: ast.AST) -> Iterator[str]:
+def imports_of(tree: ast.AST, at_import_time: bool = False) -> Iterator[str]:
+    """Full names of absolute imports, but for those of types alone; `at_import_time` leaves out functions, too."""
+    later = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_time else ()
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ctx_compress_rag"):
-            parts = (node.module or "").split(".")[1:] or [alias.name for alias in node.names]
-            yield parts[0]
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from rooms_imported_by(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif not (isinstance(node, later) or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")):
+            yield from imports_of(node, at_import_time)
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
@@ -111,13 +114,15 @@ def test_a_room_imports_only_from_those_before_it(file: Path) -> None:
     if (room, file.name) == ("methods", "training.py"):
         room = "training"  # a method's own stage, which only that room imports, by the name that the method gives
     if room != "__init__":  # public names, imported on first use
-        others = {*rooms_imported_by(ast.parse(file.read_text(encoding="utf-8")))} - {room, "__version__"}
-        assert others <= {*ORDER[: ORDER.index(room)]}
+        names = imports_of(ast.parse(file.read_text(encoding="utf-8")))
+        rooms = {name.split(".")[1] for name in names if name.startswith("ctx_compress_rag.")}
+        assert rooms - {"__version__"} <= {*ORDER[: ORDER.index(room) + 1]}
 
 
 def test_nothing_imports_the_laboratory() -> None:
     for file in [*PACKAGE.rglob("*.py"), *INTEGRATIONS.rglob("*.py")]:
-        assert not {"benchmarks", "tests"} & set(imports_of(ast.parse(file.read_text(encoding="utf-8")), False)), file
+        names = imports_of(ast.parse(file.read_text(encoding="utf-8")))
+        assert not {"benchmarks", "tests"} & {name.split(".")[0] for name in names}, file
 
 
 @pytest.mark.parametrize("module", CORE_MODULES + INTEGRATION_MODULES)
@@ -132,27 +137,10 @@ def test_nothing_stands_above_the_llama_index_leaves() -> None:
     assert not inits & {Path("llama_index"), Path("llama_index/llms"), Path("llama_index/postprocessor")}
 
 
-def runs_later_or_never(node: ast.AST) -> bool:
-    if isinstance(node, ast.If):
-        return ast.unparse(node.test) == "TYPE_CHECKING"
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-
-
-def imports_of(tree: ast.AST, at_import_time: bool) -> Iterator[str]:
-    """Top-level names of absolute imports; `at_import_time` leaves out functions and TYPE_CHECKING blocks."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module.split(".")[0]
-        elif not (at_import_time and runs_later_or_never(node)):
-            yield from imports_of(node, at_import_time)
-
-
 def foreign_distributions(file: Path, at_import_time: bool) -> set[str]:
-    names = set(imports_of(ast.parse(file.read_text(encoding="utf-8")), at_import_time))
-    names -= {"ctx_compress_rag", *sys.stdlib_module_names}
-    return {canonicalize_name(OWNERS.get(name, [name])[0]) for name in names}
+    names = {name.split(".")[0] for name in imports_of(ast.parse(file.read_text(encoding="utf-8")), at_import_time)}
+    foreign = names - {"ctx_compress_rag", *sys.stdlib_module_names}
+    return {canonicalize_name(OWNERS.get(name, [name])[0]) for name in foreign}
 
 
 def declared(*groups: list[str]) -> set[str]:

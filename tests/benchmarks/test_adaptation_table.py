@@ -14,9 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 from benchmarks.__main__ import main
-from benchmarks.adaptation.cost import phases
+from benchmarks.adaptation.cost import AdaptationCost, phases
 from benchmarks.adaptation.episodes import drawn_apart
-from benchmarks.adaptation.run import evaluate, verdict
+from benchmarks.adaptation.run import SystemScore, evaluate, verdict
 from benchmarks.adaptation.systems import Recipes, System, mean_over
 from benchmarks.timing.phases import count_flops
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, BaseAdapter, PredictedUpdate, TestTimeSGD
@@ -27,14 +27,21 @@ from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.evaluation.statistics import Interval
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.prompts import PromptBuilder
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter, small_recipes, system_score, train_all
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter, small_recipes, train_all
 
 
 @pytest.fixture(scope="module")
 def trained(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_all(tmp_path_factory.mktemp("trained"), bundle_folder)
+
+
+def system_score(system: str, f1: float, low: float, adapt_ms: float) -> SystemScore:
+    """With a gain that is `low` or more."""
+    interval, gain = Interval(f1, f1 - 0.05, f1 + 0.05), Interval(f1 - 0.3, low, f1)
+    return SystemScore(system, interval, interval, gain, {}, AdaptationCost(adapt_ms, 1.0, 1.0, 1.0), 6)
 
 
 # Recipes and systems

@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ctx_compress_rag.bundle.bundle import Bundle, add_teacher
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
-from helpers.models import draw_lora, read_both_ways, tiny_llama
+from helpers.models import draw_lora, read_both_ways, tiny_config, tiny_llama
 
 NAMES = ["compressor", "reader", "teacher"]
 TUNE = TuneConfig(rank=64, alpha=32)  # wide enough for matrices that are worth 8 bits
@@ -43,13 +42,7 @@ def save_teacher(tokenizer: Any, folder: Path, **settings: Any) -> Path:
 @pytest.fixture
 def made(tiny_tokenizer: Any, tmp_path: Path) -> Bundle:
     """A bundle with three adapters, all of whose weights matter."""
-    config = BundleConfig(
-        name="tiny",
-        method={"name": "mean_pooling", "encoder": TUNE, "decoder": TUNE},
-        base_ratio=4,
-        ratios=[4, 8],
-        max_tokens=64,
-    )
+    config = tiny_config(method={"name": "mean_pooling", "encoder": TUNE, "decoder": TUNE})
     teacher = save_teacher(tiny_tokenizer, tmp_path / "taught")
     bundle = Bundle.build(config, Backbone(decoder(tiny_tokenizer), tiny_tokenizer), teacher)
     bundle.reader.initialize(1.0)
@@ -113,8 +106,7 @@ def test_experts_are_adapted_saved_and_loaded(tiny_tokenizer: Any, tmp_path: Pat
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     sizes = {"vocab_size": len(tiny_tokenizer), "head_dim": 16, "tie_word_embeddings": True}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **sizes)).eval()
-    config = BundleConfig(name="tiny", method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
-    made = Bundle.build(config, Backbone(model, tiny_tokenizer))
+    made = Bundle.build(tiny_config(), Backbone(model, tiny_tokenizer))
     draw_lora(model, std=0.1)
     made.save_pretrained(tmp_path)
     assert any("experts" in name for name in load_file(tmp_path / "reader" / "adapter_model.safetensors"))
@@ -132,19 +124,15 @@ def test_without_8_bits_the_teacher_is_kept_as_it_was(made: Bundle, tmp_path: Pa
     assert kept.keys() == given.keys() and all(torch.equal(kept[name], given[name]) for name in given)
 
 
-def test_one_form_replaces_the_other_in_the_same_folder(made: Bundle, tmp_path: Path) -> None:
-    for int8 in (True, False, True):
-        made.save_pretrained(tmp_path / "bundle", int8=int8)
-        for name in NAMES:
-            assert len(list((tmp_path / "bundle" / name).glob("adapter_model*"))) == 1
-        assert same(Bundle.from_pretrained(tmp_path / "bundle", device="cpu"), made)
-
-
-def test_a_bundle_without_a_teacher_replaces_one_that_has_it(
+def test_each_form_replaces_what_is_in_the_folder(
     made: Bundle, make_tiny_bundle: Callable[..., Bundle], tmp_path: Path
 ) -> None:
+    """In 8 bits, in half precision, and without a teacher."""
     folder, plain = tmp_path / "bundle", make_tiny_bundle()
-    made.save_pretrained(folder)
+    for int8 in (True, False, True):
+        made.save_pretrained(folder, int8=int8)
+        assert all(len(list((folder / name).glob("adapter_model*"))) == 1 for name in NAMES)
+        assert same(Bundle.from_pretrained(folder, device="cpu"), made)
     plain.save_pretrained(folder)
     assert same(Bundle.from_pretrained(folder, device="cpu"), plain)
 

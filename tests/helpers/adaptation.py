@@ -8,13 +8,10 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.adaptation.cost import AdaptationCost
-from benchmarks.adaptation.run import SystemScore
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
 from ctx_compress_rag.adaptation.baselines import PredictorConfig
-from ctx_compress_rag.evaluation.statistics import Interval
 from ctx_compress_rag.training.run import run_recipe
 
 DEMONSTRATIONS = [
@@ -38,19 +35,17 @@ QUESTIONS = [
 PREDICTOR = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrations=3, hidden=16, code=8)
 
 
-def random_adapter(model: Any, rank: int, seed: int, size: float = 0.3, scale: float = 2.0, rows: int = 0) -> Adapter:
+def random_adapter(model: Any, rank: int, seed: int, size: float = 0.3, scale: float = 2.0) -> Adapter:
     """An adapter with normal factors for a decoder's Q/K/V projections."""
-    return drawn(projections(model), rank, torch.Generator().manual_seed(seed), size, scale, rows)
+    return drawn(projections(model), rank, torch.Generator().manual_seed(seed), size, scale)
 
 
 def drawn(shapes: Any, rank: int, generator: torch.Generator, size: float, scale: float, rows: int = 0) -> Adapter:
     """An adapter with normal factors for matrices of these widths."""
     lead = (rows,) if rows else ()
-    return Adapter(
-        {n: size * torch.randn(*lead, rank, d_in, generator=generator) for n, (d_in, _) in shapes.items()},
-        {n: size * torch.randn(*lead, d_out, rank, generator=generator) for n, (_, d_out) in shapes.items()},
-        scale,
-    )
+    a = {n: size * torch.randn(*lead, rank, d_in, generator=generator) for n, (d_in, _) in shapes.items()}
+    b = {n: size * torch.randn(*lead, d_out, rank, generator=generator) for n, (_, d_out) in shapes.items()}
+    return Adapter(a, b, scale)
 
 
 def save_predictor(bundle: Any, folder: Path, ratio: int | None = None) -> Path:
@@ -93,11 +88,13 @@ def train_all(folder: Path, bundle: Path) -> Path:
 
 def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -> dict[str, Path]:
     """One recipe of each kind, small; `settings` replace keys of all of them."""
-    optim = {
-        "steps": steps, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 0.01, "save_every": 2, "log_every": 1,
-    }  # fmt: skip
+    optim = {"steps": steps, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 0.01, "save_every": 2}
     write_families(folder / "families", "dev", 6)
-    common = {"bundle": str(bundle), "data": {"files": [str(folder / "families")]}, "optim": optim} | settings
+    common = {
+        "bundle": str(bundle),
+        "data": {"files": [str(folder / "families")]},
+        "optim": optim | {"log_every": 1},
+    } | settings
     predictor = {"stage": "update_predictor", "base": str(folder / "out" / "base"), "hidden": 8, "code": 4}
     predictor |= {"demonstrations": 2, "inner_learning_rate": 0.5}
     each = {
@@ -113,11 +110,3 @@ def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -
         files[name] = folder / "recipes" / f"{name}.yaml"
         files[name].write_text(yaml.safe_dump(common | recipe | {"output": str(folder / "out" / name)}))
     return files
-
-
-def system_score(system: str, f1: float, low: float, adapt_ms: float) -> SystemScore:
-    """A system's scores, with intervals around `f1` and a gain that is `low` or more."""
-    interval = Interval(f1, f1 - 0.05, f1 + 0.05)
-    return SystemScore(
-        system, interval, interval, Interval(f1 - 0.3, low, f1), {}, AdaptationCost(adapt_ms, 1.0, 1.0, 1.0), 6
-    )

@@ -6,8 +6,8 @@ shorter than the tests' prompts. Chat templates are the families' own, shortened
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -71,38 +71,35 @@ class Family:
     adds_bos: bool
     extra: tuple[str, ...] = ()
     metaspace: bool = False
-    shape: Callable[[], dict[str, Any]] = dict
+    shape: dict[str, Any] = field(default_factory=dict)
 
 
+_GEMMA_SHAPE = {"sliding_window": SLIDING_WINDOW, "query_pre_attn_scalar": 16}
 FAMILIES = [
     Family("Llama", _LLAMA, "<|begin_of_text|>", "<|eot_id|>", True, ("<|start_header_id|>", "<|end_header_id|>")),
     Family("Qwen2", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",)),
     Family("Qwen3", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",)),
     Family(
         "Mistral", _MISTRAL, "<s>", "</s>", True, ("[INST]", "[/INST]"), metaspace=True,
-        shape=lambda: {"sliding_window": SLIDING_WINDOW},
+        shape={"sliding_window": SLIDING_WINDOW},
     ),
     Family(
         "Gemma2", _GEMMA_2, "<bos>", "<end_of_turn>", True, ("<start_of_turn>",), metaspace=True,
-        shape=lambda: {"sliding_window": SLIDING_WINDOW, "query_pre_attn_scalar": 16},
+        shape=_GEMMA_SHAPE,
     ),
     Family(
         "Gemma3", _GEMMA_3, "<bos>", "<end_of_turn>", True, ("<start_of_turn>",), metaspace=True,
-        shape=lambda: {
-            "sliding_window": SLIDING_WINDOW,
-            "query_pre_attn_scalar": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+        shape=_GEMMA_SHAPE | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
     Family(
         "Phi3", _PHI, "<s>", "<|end|>", False, ("<|user|>", "<|system|>", "<|assistant|>"), metaspace=True,
-        shape=lambda: {"sliding_window": SLIDING_WINDOW},
+        shape={"sliding_window": SLIDING_WINDOW},
     ),
     Family("Olmo2", _OLMO, "<|endoftext|>", "<|endoftext|>", False),
-    Family("SmolLM3", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",), shape=lambda: {"no_rope_layers": [1, 0]}),
+    Family("SmolLM3", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",), shape={"no_rope_layers": [1, 0]}),
     Family(
         "Granite", _GRANITE, "<|end_of_text|>", "<|end_of_text|>", False, ("<|start_of_role|>", "<|end_of_role|>"),
-        shape=lambda: {
+        shape={
             "embedding_multiplier": 4.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2
         },
     ),
@@ -122,7 +119,7 @@ def tokenizer(name: str) -> Any:
 
     style = family(name)
     special = list(dict.fromkeys(["<pad>", *([style.bos] if style.bos else []), style.eos, *style.extra]))
-    bpe = Tokenizer(models.BPE(byte_fallback=False))
+    bpe = Tokenizer(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if style.metaspace:
         bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -167,7 +164,7 @@ def model(name: str, seed: int = 0) -> Any:
         pad_token_id=tok.pad_token_id,
         bos_token_id=tok.bos_token_id,
         eos_token_id=tok.eos_token_id,
-        **family(name).shape(),
+        **family(name).shape,
     )
     torch.manual_seed(seed)
     made = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)

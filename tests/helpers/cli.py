@@ -104,12 +104,9 @@ def assert_same_contents(actual: Path, expected: Path) -> None:
     first, second = contents(actual), contents(expected)
     assert first.keys() == second.keys()
     for id, (text, metadata, vector, soft, record) in second.items():
-        got = first[id]
-        of_bits = {"payload_hash", "signature"}
-        assert (got[0], got[1]) == (text, metadata) and got[4].keys() == record.keys()
-        assert {key: got[4][key] for key in record.keys() - of_bits} == {
-            key: record[key] for key in record.keys() - of_bits
-        }
-        torch.testing.assert_close(got[2], vector, atol=1e-5, rtol=1e-5)
-        assert got[3].token_counts.tolist() == soft.token_counts.tolist()
-        assert torch.linalg.norm(got[3].slots - soft.slots) <= 1e-3 * torch.linalg.norm(soft.slots)
+        *given, near, stored, about = first[id]
+        assert given == [text, metadata] and about.keys() == record.keys()
+        assert {key for key in record if about[key] != record[key]} <= {"payload_hash", "signature"}  # those of bits
+        torch.testing.assert_close(near, vector, atol=1e-5, rtol=1e-5)
+        assert stored.token_counts.tolist() == soft.token_counts.tolist()
+        assert torch.linalg.norm(stored.slots - soft.slots) <= 1e-3 * torch.linalg.norm(soft.slots)

@@ -9,23 +9,14 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
 from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
 from ctx_compress_rag.models.backbone import Backbone
-from helpers.models import tiny_llama
+from helpers.methods import COMPREXIT
+from helpers.models import tiny_config, tiny_llama
 
-SMALL: dict[str, Any] = {
-    "gate_dim": 8, "slot_dim": 12, "transport_dim": 6, "temperature": 2.0, "segment_tokens": 16,
-}  # fmt: skip
-ABLATIONS: list[dict[str, Any]] = [
-    {},
-    {"layers": "last"},
-    {"allocation": "window_attention"},
-]
-IDS = [f"{next(iter(a.values()), 'full')}" for a in ABLATIONS]
-
+SMALL: dict[str, Any] = COMPREXIT | {"transport_dim": 6, "temperature": 2.0}
 TEXTS = [
     "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
     "Pellmouth is a town.",
@@ -39,9 +30,7 @@ def comprexit_bundle(tokenizer: Any, seed: int = 0, **method: Any) -> Bundle:
     model = tiny_llama(
         tokenizer, hidden_size=20, intermediate_size=32, num_hidden_layers=3, head_dim=10, initializer_range=0.3
     )
-    config = BundleConfig(
-        name="tiny", method=ComprexitConfig(**{**SMALL, **method}), base_ratio=4, ratios=[4], max_tokens=64
-    )
+    config = tiny_config(method=ComprexitConfig(**{**SMALL, **method}), ratios=[4])
     bundle = Bundle.build(config, Backbone(model, tokenizer))
     for parameter in [*bundle.compressor.parameters(), *bundle.reader.parameters()]:
         torch.nn.init.normal_(parameter, std=0.5)
@@ -54,8 +43,8 @@ def encode(compressor: ComprexitCompressor, passages: Sequence[Sequence[int]], r
         return compressor.encode(ids, mask, [ratio])[ratio]
 
 
-def some_ids(length: int, start: int = 0) -> list[int]:
-    return [(37 * i + 11 * start) % 500 + 20 for i in range(length)]
+def some_ids(length: int) -> list[int]:
+    return [37 * i % 500 + 20 for i in range(length)]
 
 
 def blocks_outputs(model: Any, ids: Sequence[int]) -> list[Tensor]:

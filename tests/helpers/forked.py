@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 FORKS: Any = multiprocessing.get_context("forkserver")
@@ -62,9 +61,7 @@ class Forked:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.exitcode is None:
             self.send_signal(signal.SIGKILL)
         self.wait()

@@ -46,9 +46,7 @@ class LangChain:
         chunks = list(llm.stream(prompt, **options))
         return "".join(chunk.text for chunk in chunks), chunks[-1].response_metadata["slots"]
 
-    @staticmethod
-    def chat(llm: Any, messages: list[tuple[str, str]]) -> Answer:
-        return LangChain.ask(llm, messages)
+    chat = ask
 
     @staticmethod
     async def in_loop(llm: Any, prompt: str) -> list[Answer]:

@@ -9,18 +9,6 @@ from typing import Any
 import gguf
 import torch
 
-_OF_A_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 
 def write_gguf(model: Any, tokenizer: Any, file: Path) -> Any:
     """Write a Llama with tied embeddings, its matrices in 8 bits (Q8_0).
@@ -38,25 +26,17 @@ def write_gguf(model: Any, tokenizer: Any, file: Path) -> Any:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(writer, tokenizer)
+    rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
-                name.split(".")[-2], 0
-            )
-            _add_tensor(writer, _gguf_name(name), parameter, heads)
+            heads = rotated.get(name.split(".")[-2], 0)
+            _add_tensor(writer, names.get_name(name, [".weight"]), parameter, heads)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return model
-
-
-def _gguf_name(name: str) -> str:
-    name = name.removeprefix("model.").removesuffix(".weight")
-    if name.startswith("layers."):
-        _, number, rest = name.split(".", 2)
-        return f"blk.{number}.{_OF_A_LAYER[rest]}.weight"
-    return {"embed_tokens": "token_embd", "norm": "output_norm"}[name] + ".weight"
 
 
 def _add_tensor(writer: Any, name: str, parameter: torch.Tensor, heads: int) -> None:

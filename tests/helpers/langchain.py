@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from uuid import UUID
 
 import chromadb
 import torch
@@ -20,7 +19,6 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
-from langchain_core.tracers.base import BaseTracer
 from pydantic import BaseModel, Field
 
 from ctx_compress_rag import SoftContextStore, TransformersDecoder
@@ -122,22 +120,6 @@ def rag(app: App, llm: Any = None) -> Any:
     """An LCEL chain with the postprocessor as a step."""
     context = app.retriever() | app.postprocessor(ratio=8) | RunnableLambda(joined)
     return {"context": context, "input": RunnablePassthrough()} | CHAT | (llm or app.llm()) | StrOutputParser()
-
-
-class Recorder(BaseTracer):
-    """Everything that a tracer is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: list[Any] = []
-        self.started: list[UUID] = []
-
-    def _persist_run(self, run: Any) -> None:
-        self.runs.append(run)
-
-    def on_llm_new_token(self, token: str, **kwargs: Any) -> Any:
-        self.started.append(kwargs["run_id"])
-        return super().on_llm_new_token(token, **kwargs)
 
 
 async def while_the_decoder_is_taken(bundle: Any, work: Any) -> Any:

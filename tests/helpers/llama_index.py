@@ -106,22 +106,18 @@ class App:
         chosen = arguments if "token_budget" in arguments else {"ratio": RATIO, **arguments}
         return CompressedContextPostprocessor(self.store, **chosen)
 
-    def nodes(self, question: str = QUESTION) -> list[NodeWithScore]:
-        return self.index.as_retriever(similarity_top_k=TOP_K).retrieve(question)
+    def nodes(self) -> list[NodeWithScore]:
+        return self.index.as_retriever(similarity_top_k=TOP_K).retrieve(QUESTION)
 
     def engine(self, mode: str = "compact", **arguments: Any) -> Any:
+        marking = [self.postprocessor()]
         return self.index.as_query_engine(
-            llm=self.llm(),
-            similarity_top_k=TOP_K,
-            response_mode=mode,
-            node_postprocessors=[self.postprocessor()],
-            **arguments,
+            llm=self.llm(), similarity_top_k=TOP_K, response_mode=mode, node_postprocessors=marking, **arguments
         )
 
-    def answer(self, prompt: Any, **sampling: Any) -> Any:
+    def answer(self, prompt: Any) -> Any:
         """What the decoder itself makes of a prompt."""
-        chosen = Sampling(**{"max_new_tokens": MAX_TOKENS, **sampling})
-        return TransformersDecoder(self.bundle, self.store).generate([prompt], chosen)[0]
+        return TransformersDecoder(self.bundle, self.store).generate([prompt], Sampling(MAX_TOKENS))[0]
 
     def tokens(self, text: str) -> int:
         return len(self.bundle.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -151,8 +147,7 @@ class App:
             assert event.response.raw["usage"]["prompt_tokens"] == direct.prompt_tokens
             in_prompt = sum(self.slots("\n".join(message["content"] for message in chat)))
             assert event.response.raw["slots"] == direct.slots == in_prompt
-            for passage in PASSAGES:
-                assert passage not in str(chat)
+            assert not any(passage in str(chat) for passage in PASSAGES)
             read += in_prompt
         assert read > 0
         return [event.response.message.content or "" for event in events.ended if event.response]
@@ -164,7 +159,5 @@ def index_in(collection: chromadb.Collection) -> VectorStoreIndex:
 
 
 def check_sources(source_nodes: list[NodeWithScore], retrieved: list[NodeWithScore]) -> None:
-    assert [n.node_id for n in source_nodes] == [n.node_id for n in retrieved]
-    assert [n.score for n in source_nodes] == [n.score for n in retrieved]
-    assert [n.get_content() for n in source_nodes] == [n.get_content() for n in retrieved]
-    assert [n.metadata for n in source_nodes] == [n.metadata for n in retrieved]
+    both = ([(n.node_id, n.score, n.get_content(), n.metadata) for n in nodes] for nodes in (source_nodes, retrieved))
+    assert next(both) == next(both)

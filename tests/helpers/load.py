@@ -39,7 +39,7 @@ class Load:
         assert all(len(texts) == 1 for texts in self.texts.values())
 
 
-async def load(url: str, model: str, clients: int, seconds: float, key: str, tokens: int = 8) -> Load:
+async def load(url: str, model: str, clients: int, seconds: float, key: str) -> Load:
     """Ask until the time is over; every client waits for its answer before it asks again."""
     made = Load()
     http = httpx.AsyncClient(limits=httpx.Limits(max_connections=clients), timeout=300)
@@ -60,7 +60,7 @@ async def load(url: str, model: str, clients: int, seconds: float, key: str, tok
                     made.failed.append(f"{kind}: {error!r} after {error.__cause__!r}")
 
         async def one(kind: str, place: int) -> str:
-            asked: dict[str, Any] = {"model": model, "max_tokens": tokens}
+            asked: dict[str, Any] = {"model": model, "max_tokens": 8}
             chat: list[Any] = [{"role": "user", "content": f"{markers[place]} {QUESTION}"}]
             match kind:
                 case "compress":

@@ -1,4 +1,4 @@
-"""Tiny decoders of random weights for a tokenizer."""
+"""Tiny decoders of random weights for a tokenizer, and configs of their bundles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ctx_compress_rag.bundle.config import BundleConfig
+
+
+def tiny_config(**changes: Any) -> BundleConfig:
+    """A tiny bundle's; keywords are BundleConfig's, in place of these."""
+    sizes = {"base_ratio": 4, "ratios": [4, 8, 16], "max_tokens": 64}
+    return BundleConfig(**{"name": "tiny", "method": {"name": "mean_pooling"}, **sizes, **changes})
 
 
 def tiny_llama(tokenizer: Any, **shape: Any) -> Any:

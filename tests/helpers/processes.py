@@ -37,18 +37,11 @@ def run_by(count: int, folder: Path, *tasks: tuple[Any, ...]) -> list[list[dict[
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     told = [folder / f"{rank}.json" for rank in range(count)]
     with ExitStack() as running:  # those that wait for one that failed are killed
-        processes = [
-            running.enter_context(
-                Forked(
-                    _PROCESS,
-                    file,
-                    json.dumps(tasks, default=str),
-                    env={key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()},
-                )
-            )
-            for rank, file in enumerate(told)
-        ]
-        left = {process.sentinel: process for process in processes}
+        left = {}
+        for rank, file in enumerate(told):
+            env = {key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            process = running.enter_context(Forked(_PROCESS, file, json.dumps(tasks, default=str), env=env))
+            left[process.sentinel] = process
         while left:
             for sentinel in wait(list(left)):
                 done = left.pop(sentinel).finished()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.ram.config import RamConfig
@@ -20,7 +19,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import PromptBuilder
-from helpers.models import draw_lora, tiny_llama
+from helpers.models import draw_lora, tiny_config, tiny_llama
 
 FROZEN = {"mode": "frozen"}
 EXAMPLES = [
@@ -48,16 +47,10 @@ def ram_bundle(tokenizer: Any, seed: int = 0, segment_tokens: int = 4, tied: boo
     torch.manual_seed(seed)
     model = tiny_llama(tokenizer, tie_word_embeddings=tied)
     with torch.no_grad():
-        for name, weight in model.model.layers.named_parameters():
-            if "norm" not in name:
-                weight.mul_(8)
-    config = BundleConfig(
-        name="tiny",
-        method=RamConfig(segment_tokens=segment_tokens, **method),
-        base_ratio=segment_tokens,
-        ratios=[2, 4, 8],
-        max_tokens=16 * segment_tokens,
-    )
+        for weight in model.model.layers.parameters():
+            weight.mul_(8 if weight.ndim == 2 else 1)
+    sizes = {"base_ratio": segment_tokens, "ratios": [2, 4, 8], "max_tokens": 16 * segment_tokens}
+    config = tiny_config(method=RamConfig(segment_tokens=segment_tokens, **method), **sizes)
     bundle = Bundle.build(config, Backbone(model, tokenizer))
     bundle.reader.initialize(1.0)
     return bundle
@@ -92,19 +85,13 @@ def plain_cosine(a: Tensor, b: Tensor) -> float:
 
 def plain_mean(states: Tensor) -> Tensor:
     """Eq. 1."""
-    total = torch.zeros(states.shape[1], dtype=torch.float64)
-    for state in states:
-        total = total + state
-    return total / len(states)
+    return sum(states) / len(states)
 
 
 def plain_skim(states: Tensor, question: Tensor) -> Tensor:
     """Eq. 4."""
     weights = [math.exp(plain_cosine(state, question)) for state in states]
-    total = torch.zeros(states.shape[1], dtype=torch.float64)
-    for weight, state in zip(weights, states, strict=True):
-        total = total + weight / sum(weights) * state
-    return total
+    return sum(weight / sum(weights) * state for weight, state in zip(weights, states, strict=True))
 
 
 def plain_choice(
@@ -122,10 +109,8 @@ def plain_choice(
     return kept
 
 
-def collator(bundle: Bundle, template: str = PLAIN) -> RamCollator:
-    return RamCollator(
-        PromptBuilder(bundle.tokenizer), [template], 512, seed=0, segment_tokens=bundle.config.base_ratio
-    )
+def collator(bundle: Bundle) -> RamCollator:
+    return RamCollator(PromptBuilder(bundle.tokenizer), [PLAIN], 512, seed=0, segment_tokens=bundle.config.base_ratio)
 
 
 def objective(bundle: Bundle, ratio: int = 2, **options: Any) -> RamLoss:

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from ctx_compress_rag.bundle.bundle import Bundle
+from helpers.models import tiny_config
+
 DIM = 24
 
 
-def save_encoder(folder: Path, tokenizer: Any, seed: int = 0, dim: int = DIM) -> Path:
+def save_encoder(folder: Path, tokenizer: Any, seed: int = 0) -> Path:
     """A random BERT with mean pooling, as sentence-transformers saves it; the tokenizer may be any."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
@@ -22,7 +25,7 @@ def save_encoder(folder: Path, tokenizer: Any, seed: int = 0, dim: int = DIM) ->
     torch.manual_seed(seed)
     shape = BertConfig(
         vocab_size=len(tokenizer),
-        hidden_size=dim,
+        hidden_size=DIM,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -31,7 +34,7 @@ def save_encoder(folder: Path, tokenizer: Any, seed: int = 0, dim: int = DIM) ->
     )
     BertModel(shape).save_pretrained(folder / "bert")
     transformer = modules.Transformer(str(folder / "bert"), max_seq_length=128)
-    SentenceTransformer(modules=[transformer, modules.Pooling(dim, "mean")], device="cpu").save(str(folder))
+    SentenceTransformer(modules=[transformer, modules.Pooling(DIM, "mean")], device="cpu").save(str(folder))
     return folder
 
 
@@ -49,10 +52,7 @@ def unigram(texts: list[str]) -> Any:
 
 def sentence_bundle(like: Any, method: Any, base_ratio: int = 8, max_tokens: int = 256) -> Any:
     """An untrained bundle of `method` on another bundle's decoder, its projector drawn for its slots."""
-    from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.config import BundleConfig
-
-    config = BundleConfig(name="tiny", method=method, base_ratio=base_ratio, ratios=[base_ratio], max_tokens=max_tokens)
+    config = tiny_config(method=method, base_ratio=base_ratio, ratios=[base_ratio], max_tokens=max_tokens)
     bundle = Bundle.build(config, like.backbone)
     slots = torch.cat([soft.slots for soft in bundle.compress(["Orla keeps a goat.", "Kormoor lies by the sea."])])
     bundle.reader.initialize(float(slots.pow(2).mean().sqrt()))

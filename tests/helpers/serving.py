@@ -1,5 +1,4 @@
-"""The real app on a real socket, in a thread of the test's process or as the command in a process of its own; how it is
-asked."""
+"""The app on a socket, in a thread of the test's process or as the command in a process of its own; how it is asked."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from ctx_compress_rag.server.run import configuration, listen
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from ctx_compress_rag.store.marker import scope as in_scope
+from helpers.decoding import WAIT
 from helpers.forked import COMMAND, Forked
 from helpers.langchain import QUESTION, TEXTS
 
-WAIT = 120
 ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
 """Keys of the scopes `anna` and `bert`."""
 

@@ -20,9 +20,8 @@ class FakeVllm:
     `starting` are statuses that the list of models has before it is there.
     """
 
-    def __init__(self, bundle: Any, window: int = 256) -> None:
+    def __init__(self, bundle: Any) -> None:
         self.bundle = bundle
-        self.window = window
         self.bodies: list[dict[str, Any]] = []
         self.clients: set[Any] = set()
         self.faults: list[Any] = []
@@ -37,9 +36,7 @@ class FakeVllm:
             return JSONResponse({"error": {"message": "Unauthorized"}}, 401)
         if self.starting:
             return JSONResponse({"error": {"message": "not yet"}}, self.starting.pop(0))
-        data = [
-            {"id": name, "max_model_len": self.window if place == 0 else None} for place, name in enumerate(self.names)
-        ]
+        data = [{"id": name, "max_model_len": None if place else 256} for place, name in enumerate(self.names)]
         return {"object": "list", "data": data}
 
     async def _complete(self, request: Request) -> Any:
@@ -76,21 +73,18 @@ class FakeVllm:
         """In the form of completions: the chosen token is among the likeliest ones, whatever their number."""
         found = scores.log_softmax(-1)
         text, value = self.bundle.tokenizer.decode([id]), float(found[id])
-        best = found.topk(top)
-        likeliest = {
-            self.bundle.tokenizer.decode([i]): float(v) for i, v in zip(best.indices, best.values, strict=True)
-        }
+        likeliest = {self.bundle.tokenizer.decode([i]): float(found[i]) for i in found.topk(top).indices}
         return {"tokens": [text], "token_logprobs": [value], "top_logprobs": [{**likeliest, text: value}]}
 
     def answer(self, body: dict[str, Any]) -> tuple[list[int], str, list[torch.Tensor]]:
         """Greedy, by whole passes: token ids, why they end, and the scores of each."""
         backbone = self.bundle.backbone
         if "prompt_embeds" in body:
-            embeds = vectors(body).unsqueeze(0)
+            loaded = torch.load(io.BytesIO(base64.b64decode(body["prompt_embeds"])), weights_only=True)
+            embeds = loaded.unsqueeze(0)
         else:
             embeds = backbone.embeddings(torch.tensor([body["prompt"]]))
-        ids: list[int] = []
-        noted: list[torch.Tensor] = []
+        ids, noted = [], []
         with torch.no_grad(), backbone.use("reader" if body["model"].endswith("-reader") else None) as model:
             while len(ids) < body["max_tokens"]:
                 noted.append(model(inputs_embeds=embeds, use_cache=False).logits[0, -1])
@@ -99,13 +93,6 @@ class FakeVllm:
                     return ids, "stop", noted
                 embeds = torch.cat([embeds, backbone.embeddings(torch.tensor([ids[-1:]]))], dim=1)
         return ids, "length", noted
-
-
-def vectors(body: dict[str, Any]) -> torch.Tensor:
-    """The prompt that a request holds."""
-    loaded = torch.load(io.BytesIO(base64.b64decode(body["prompt_embeds"])), weights_only=True)
-    assert isinstance(loaded, torch.Tensor)
-    return loaded
 
 
 def event(body: dict[str, Any]) -> str:

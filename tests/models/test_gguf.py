@@ -16,7 +16,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, MissingExtraError
 from ctx_compress_rag.models import gguf as gguf_module
 from ctx_compress_rag.models.backbone import Backbone
@@ -24,7 +23,7 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.models.loading import load_decoder
 from helpers.gguf import write_gguf
-from helpers.models import tiny_llama
+from helpers.models import tiny_config, tiny_llama
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
 TEXT = "Orla Drumwell was born in Pellmouth, where she kept bees."
@@ -63,19 +62,6 @@ def change(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-
-
-def config_for(decoder: GgufDecoder) -> BundleConfig:
-    return BundleConfig(
-        name="tiny", method={"name": "mean_pooling"}, decoder=decoder, base_ratio=4, ratios=[4, 8], max_tokens=64
-    )
-
-
-def build(decoder: GgufDecoder) -> Bundle:
-    torch.manual_seed(0)
-    bundle = Bundle.build(config_for(decoder), Backbone(*load_decoder(decoder, device="cpu")))
-    bundle.reader.initialize(1.0)
-    return bundle
 
 
 # What is loaded
@@ -241,7 +227,9 @@ def test_another_file_than_the_one_asked_for_is_refused(file: Path) -> None:
 
 
 def test_a_bundle_remembers_which_file_it_was_made_for(written: tuple[Path, Any], file: Path, tmp_path: Path) -> None:
-    bundle = build(local(written[0]))
+    decoder = local(written[0])
+    bundle = Bundle.build(tiny_config(decoder=decoder), Backbone(*load_decoder(decoder, device="cpu")))
+    bundle.reader.initialize(1.0)
     bundle.save_pretrained(tmp_path / "bundle")
     assert not (tmp_path / "bundle" / "decoder").exists()
     loaded = Bundle.from_pretrained(tmp_path / "bundle", device="cpu")

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from ctx_compress_rag import Bundle
+from ctx_compress_rag import Bundle, SoftContextStore, TransformersDecoder
+from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import RatioError
-from helpers.published import TEXTS, answered, asked, reference
+from ctx_compress_rag.evaluation.answering import prompt_of
+from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.prompt import Prompt
+from helpers.published import CHECKPOINTS, TEXTS
+
+
+def reference(name: str) -> dict[str, Tensor]:
+    """What the project's own code made, see published/make_references.py."""
+    return load_file(CHECKPOINTS / name / "reference.safetensors")
+
+
+def asked(bundle: Bundle, folder: Path, texts: list[str]) -> Prompt:
+    """The prompt that asks about texts through a store, with slots that no codec has rounded."""
+    with SoftContextStore(folder, bundle) as store:
+        decoder = TransformersDecoder(bundle, store)
+        chat = prompt_of(bundle.config.template, mark(store, texts), TEXTS["question"])
+        [prompt] = decoder.prepare([chat])
+    exact = iter([bundle.embed(soft) for soft in bundle.compress(texts)])
+    pieces = tuple(next(exact) if piece.is_floating_point() else piece for piece in prompt.pieces)
+    return replace(prompt, pieces=pieces)
+
+
+def answered(bundle: Bundle, prompt: Prompt, vocabulary: int, tokens: int) -> tuple[Tensor, list[int]]:
+    """The logits after a prompt, and the likeliest tokens, one by one, of the first `vocabulary`."""
+    batch = splice(bundle.backbone.embeddings, [prompt])
+    inputs, found = batch.inputs_embeds, []
+    with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
+        for _ in range(tokens):
+            found.append(model(inputs_embeds=inputs, use_cache=False).logits[0, -1, :vocabulary])
+            inputs = torch.cat([inputs, bundle.backbone.embeddings(found[-1].argmax().view(1, 1))], dim=1)
+    return found[0], [int(logits.argmax()) for logits in found]
 
 
 def test_vectors_are_those_of_the_projects_own_code(name: str, bundle: Bundle) -> None:

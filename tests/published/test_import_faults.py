@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from ctx_compress_rag import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -183,16 +184,11 @@ def test_a_copied_bundle_needs_nothing_else(name: str, tmp_path: Path) -> None:
 
 
 def shard(folder: Path) -> None:
-    """Split a transformers folder's weights into two files."""
-    state = load_file(folder / "model.safetensors")
+    """Split a transformers folder's weights into several files."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     (folder / "model.safetensors").unlink()
-    names = {"model-00001-of-00002.safetensors": [], "model-00002-of-00002.safetensors": []}  # type: ignore[var-annotated]
-    for i, key in enumerate(sorted(state)):
-        list(names.values())[i % 2].append(key)
-    for file, keys in names.items():
-        save_file({key: state[key] for key in keys}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {key: file for file, keys in names.items() for key in keys}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model.save_pretrained(folder, max_shard_size=50_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
 
 
 def test_a_changed_encoder_is_noticed(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store.codec import decode, encode
 from ctx_compress_rag.store.marker import Marker
+from ctx_compress_rag.training.prompts import PromptBuilder
 from helpers.published import TEXTS, imported
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
@@ -149,18 +149,11 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
 
 
 def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) -> None:
-    from ctx_compress_rag.training.prompts import PromptBuilder
-
     config, texts = bundle.config, TEXTS["prompts"]["several"]
     builder = PromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)
     holed = builder.holed_prompt(Example(tuple(texts), (Turn(TEXTS["question"], ("",)),)), config.template)
     with SoftContextStore(tmp_path, bundle) as store:
-        slots = [bundle.embed(soft) for soft in store.fetch(markers_of(store, texts))]
         chat = prompt_of(config.template, mark(store, texts), TEXTS["question"])
         [prompt] = TransformersDecoder(bundle, store).prepare([chat])
-    trained = holed.filled(slots)
+    trained = holed.filled([bundle.embed(soft) for soft in bundle.compress(texts)])
     assert torch.equal(trained.ids()[~trained.answers], prompt.ids())
-
-
-def markers_of(store: SoftContextStore, texts: list[str]) -> Any:
-    return [part for text in mark(store, texts) for part in store.split(text) if isinstance(part, Marker)]
