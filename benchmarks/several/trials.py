@@ -172,6 +172,6 @@ def report(results: dict[str, Scores]) -> str:
             row[name] = mean(scores[key])
             before = "start" if name == "answers" else "answers"
             if name != "start" and before in results:
-                row[name] += f" ({interval(paired_difference(scores[key], results[before][key]), '+')})"
+                row[name] += f", {interval(paired_difference(scores[key], results[before][key]), '+')}"
         rows.append(row)
     return table(rows)
