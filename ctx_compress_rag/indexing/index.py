@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.base.reading import Reading
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
-from ctx_compress_rag.store.chroma import Chroma, Found, Records, Row, pages
+from ctx_compress_rag.store.chroma import Chroma, Records, Row, pages
 from ctx_compress_rag.store.chroma_internals import has_database
 from ctx_compress_rag.store.connect import Connection, check_name, connect
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
@@ -114,8 +113,7 @@ class PassageIndex:
         """The passages without a vector or a soft context."""
         ids = [str(passage.id) for passage in passages]
         compressed = self.store.has([passage.text for passage in passages], ids)
-        none: list[str] = []
-        found = set(self._read(partial(Records.existing, ids=ids), none))
+        found = set(_read(self._connection, partial(Records.existing, ids=ids)) or [])
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
     def restore_vectors(self) -> list[str]:
@@ -123,18 +121,16 @@ class PassageIndex:
 
         Chroma's index may have lost them if a process was killed while it wrote.
         """
-        none: list[str] = []
         restored: list[str] = []
-        vector = self._read(Records.some_vector, None)
-        for ids in pages(self._read(Records.ids, none)):
-            if vector is None:
-                lost: Sequence[str] = ids
-            else:
-                lost = self._read(partial(Records.unsearchable, ids=ids, vector=vector), none)
-            if not lost:
+        vector = _read(self._connection, Records.some_vector)
+        for ids in pages(_read(self._connection, Records.ids) or []):
+            lost: Sequence[str] | None = ids
+            if vector is not None:
+                lost = _read(self._connection, partial(Records.unsearchable, ids=ids, vector=vector))
+            stored = _read(self._connection, partial(Records.texts, ids=lost)) if lost else None
+            found = {id: each for id, each in (stored or {}).items() if each[0]}
+            if not found:
                 continue
-            nothing: dict[str, tuple[str | None, Row]] = {}
-            found = {id: each for id, each in self._read(partial(Records.texts, ids=lost), nothing).items() if each[0]}
             texts = [str(text) for text, _ in found.values()]
             vectors: Any = passage_vectors(texts, self.embedder)
             rows = [row for _, row in found.values()]
@@ -171,14 +167,14 @@ class PassageIndex:
         count = len(self)
         if not count:
             raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
-        none: list[list[Found]] = []
-        found = self._read(partial(Records.query, vectors=vectors, k=min(k, count)), none)
+        found = _read(self._connection, partial(Records.query, vectors=vectors, k=min(k, count)))
         return [
-            [Hit(id, text, str(row.get("source")), 1 - distance) for id, text, row, distance in hits] for hits in found
+            [Hit(id, text, str(row.get("source")), 1 - distance) for id, text, row, distance in hits]
+            for hits in found or []
         ]
 
     def __len__(self) -> int:
-        return self._read(Records.count, 0)
+        return _read(self._connection, Records.count) or 0
 
     def close(self) -> None:
         """Close the engine."""
@@ -190,9 +186,6 @@ class PassageIndex:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _read(self, work: Callable[[Records], T], default: T) -> T:
-        return _read(self._connection, work, default)
 
     def _write(self, work: Callable[[Records], None]) -> None:
         about = {BUNDLE_KEY: self.bundle_name, EMBEDDER_KEY: self.embedder}
@@ -236,7 +229,8 @@ def open_index(
     check_there(folder, create)
     if embedder:
         load_embedder(embedder)  # refuse a missing one before a folder is made
-    recorded, made_with = _recorded(folder)
+    with closing(connect(str(folder), COLLECTION)) as connection:
+        recorded, made_with = _made_with(connection)
     asked = embedder and _lasting(embedder)
     if recorded and asked not in (None, made_with):
         raise StoreError(
@@ -269,53 +263,38 @@ def inspect_index(folder: str | Path) -> IndexInfo:
     Raises:
         StoreError: there is no index, or nothing in it.
     """
-    check_there(folder)
-    with closing(connect(str(folder), COLLECTION)) as connection, recorded_store(folder, COLLECTION) as store:
+    with _recorded(folder) as (connection, store):
         rows = _rows(connection)
         files = {(row.get("root"), row.get("source")) for row in rows.values()}
-        about: Row = _read(connection, attrgetter("metadata"), {})
-        orphans = sorted(set(store.ids(DEFAULT_SCOPE)) - rows.keys()) if about else []
-        name, embedder = _made_with(about)
+        name, embedder = _made_with(connection)
+        orphans = sorted(set(store.ids(DEFAULT_SCOPE)) - rows.keys()) if name else []
         return IndexInfo(store.info(), name or store.bundle.config.name, embedder, len(files), orphans)
 
 
 def prune(folder: str | Path) -> list[str]:
     """Delete the orphans of an index; return their ids. Raises as `inspect_index` does, and StoreWriteError."""
     orphans = inspect_index(folder).orphans
-    with recorded_store(folder, COLLECTION) as store:
+    with _recorded(folder) as (_, store):
         store.delete(orphans, DEFAULT_SCOPE)
     return orphans
 
 
-def recorded_store(folder: str | Path, collection: str) -> SoftContextStore:
-    """The store beside a collection, opened without its bundle, to inspect or repair it; it cannot compress.
-
-    Raises:
-        StoreError: there is none.
-    """
-    with closing(connect(str(folder), collection)) as connection:
+@contextmanager
+def _recorded(folder: str | Path) -> Iterator[tuple[Connection, SoftContextStore]]:
+    """The passages of an index, and its store without a bundle, which can be inspected but cannot compress."""
+    check_there(folder)
+    with closing(connect(str(folder), COLLECTION)) as connection:
         records = connection.read(lambda client: client.find(connection.collection) if client else None)
         if records is None:
             raise StoreError(
                 f"{connection.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
                 "describes an app's own collection"
             )
-    return SoftContextStore(str(folder), _Recorded(records.metadata), collection=collection)
-
-
-class _Recorded:
-    """A store's bundle as its collection describes it: enough to read the store, not to compress."""
-
-    def __init__(self, about: Row) -> None:
-        self.config = SimpleNamespace(name=about.get("bundle"), base_ratio=about.get("base_ratio"))
-        self.compressor = Reading()
-        self.fingerprint = str(about.get("fingerprint"))
-
-    def check_ratio(self, ratio: int) -> None:
-        pass
-
-    def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
-        raise StoreError(f"the store was opened without its bundle: cannot compress {len(texts)} passages")
+        about = records.metadata
+        config = SimpleNamespace(name=about.get("bundle"), base_ratio=about.get("base_ratio"))
+        bundle: Any = SimpleNamespace(config=config, compressor=Reading(), fingerprint=str(about.get("fingerprint")))
+        with SoftContextStore(str(folder), bundle, collection=COLLECTION) as store:
+            yield connection, store
 
 
 def check_there(folder: str | Path, create: bool = False) -> None:
@@ -337,12 +316,12 @@ def _find(client: Chroma | None) -> Records | None:
     return records
 
 
-def _read(connection: Connection, work: Callable[[Records], T], default: T) -> T:
-    """What `work` returns for the collection of passages; `default` if there is none."""
+def _read(connection: Connection, work: Callable[[Records], T]) -> T | None:
+    """What `work` returns for the collection of passages; None if there is none."""
 
-    def found(client: Chroma | None) -> T:
+    def found(client: Chroma | None) -> T | None:
         records = _find(client)
-        return work(records) if records else default
+        return work(records) if records else None
 
     return connection.read(found)
 
@@ -350,19 +329,14 @@ def _read(connection: Connection, work: Callable[[Records], T], default: T) -> T
 def _rows(connection: Connection) -> dict[str, Row]:
     """The metadata of all passages, by id."""
     rows: dict[str, Row] = {}
-    none: list[str] = []
-    for ids in pages(_read(connection, Records.ids, none)):
-        rows |= _read(connection, partial(Records.rows, ids=ids), rows)
+    for ids in pages(_read(connection, Records.ids) or []):
+        rows |= _read(connection, partial(Records.rows, ids=ids)) or {}
     return rows
 
 
-def _recorded(folder: str | Path) -> tuple[str | None, str]:
-    """The addresses of bundle and embedder that the index in a folder was made with."""
-    with closing(connect(str(folder), COLLECTION)) as connection:
-        return _made_with(_read(connection, attrgetter("metadata"), {}))
-
-
-def _made_with(about: Row) -> tuple[str | None, str]:
+def _made_with(connection: Connection) -> tuple[str | None, str]:
+    """The addresses of bundle and embedder that an index was made with; no bundle if there is none."""
+    about: Row = _read(connection, attrgetter("metadata")) or {}
     return about.get(BUNDLE_KEY), str(about.get(EMBEDDER_KEY, PACKAGED))
 
 
