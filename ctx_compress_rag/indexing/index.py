@@ -101,7 +101,7 @@ class PassageIndex:
         while group := list(islice(stream, _LOOKED_UP)):
             missing = {str(passage.id): passage for passage in self._missing(group)}
             yield Added(0, len(group) - len(missing))
-            for batch in passage_batches(missing, _LOOKED_UP):
+            for batch in passage_batches(missing):
                 texts = [passage.text for passage in batch.values()]
                 vectors: Any = passage_vectors(texts, self.embedder)
                 metadatas = [dict(passage.metadata) for passage in batch.values()]

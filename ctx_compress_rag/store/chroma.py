@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,20 @@ def pages(values: Sequence[T], size: int = PAGE) -> Iterator[Sequence[T]]:
         yield values[start : start + size]
 
 
+def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
+    """The values in order, at most `PAGE` at a time, with sizes of at most `limit` together; a larger one alone."""
+    batch: dict[str, T] = {}
+    total = 0
+    for key, value in values.items():
+        if batch and (len(batch) == PAGE or total + size(value) > limit):
+            yield batch
+            batch, total = {}, 0
+        batch[key] = value
+        total += size(value)
+    if batch:
+        yield batch
+
+
 class Chroma:
     """A client of Chroma.
 
@@ -62,26 +76,18 @@ class Chroma:
         """The records of a collection; None if there is none of this name."""
         with explained(self.where, self._folder):
             try:
-                return self.records(self._client.get_collection(name, embedding_function=None))
+                collection = self._client.get_collection(name, embedding_function=None)
+                return Records(collection, self.where, self._folder)
             except (NotFoundError, UnicodeEncodeError):  # the latter for a name that is not UTF-8
                 return None
 
     def create(self, name: str, configuration: Any, metadata: Mapping[str, Any]) -> Records:
         """A new collection, or the one of this name that another client has made meanwhile."""
         with explained(self.where, self._folder, writing=True):
-            return self.records(
-                self._client.create_collection(
-                    name,
-                    configuration=configuration,
-                    metadata=dict(metadata),
-                    embedding_function=None,
-                    get_or_create=True,
-                )
+            collection = self._client.get_or_create_collection(
+                name, configuration=configuration, metadata=dict(metadata), embedding_function=None
             )
-
-    def records(self, collection: Any) -> Records:
-        """The records of a collection of this client."""
-        return Records(collection, self.where, self._folder)
+            return Records(collection, self.where, self._folder)
 
     def close(self) -> None:
         """Close the engine."""
@@ -118,24 +124,21 @@ class Records:
 
     def existing(self, ids: Sequence[str]) -> list[str]:
         """Those of the ids, at most `PAGE`, that have a record."""
-        return [id for (id,) in self._get(ids, ids=_unique(ids))] if ids else []
+        return [id for (id,) in self._get(ids)]
 
     def matching(self, field: str, values: Mapping[str, str]) -> list[str]:
         """The ids, at most `PAGE`, whose record has the value given for it in a field; no other record may have it."""
         # Chroma takes six times as long if it is given the ids, too.
         where = {field: {"$in": list(values.values())}}
-        return [id for (id,) in self._get(values, where=where)] if values else []
+        return [id for (id,) in self._get(values, where=where)]
 
     def rows(self, ids: Sequence[str]) -> dict[str, Row]:
         """The metadata of those of the ids, at most `PAGE`, that have a record."""
-        return {id: dict(row or {}) for id, row in self._get(ids, "metadatas", ids=_unique(ids))} if ids else {}
+        return {id: dict(row or {}) for id, row in self._get(ids, "metadatas")}
 
     def texts(self, ids: Sequence[str]) -> dict[str, tuple[str | None, Row]]:
         """Document and metadata of those of the ids, at most `PAGE`, that have a record."""
-        if not ids:
-            return {}
-        found = self._get(ids, "documents", "metadatas", ids=_unique(ids))
-        return {id: (text, dict(row or {})) for id, text, row in found}
+        return {id: (text, dict(row or {})) for id, text, row in self._get(ids, "documents", "metadatas")}
 
     def rows_with(self, field: str, values: Sequence[str]) -> dict[str, Row]:
         """The metadata, by id, of records that have one of the values, at most `PAGE`, in a field."""
@@ -214,9 +217,12 @@ class Records:
         with explained(self.where, self._folder, writing=True):
             getattr(self._collection, method)(**arguments)
 
-    def _get(self, asked: Iterable[str] | None, *columns: str, **given: Any) -> list[tuple[Any, ...]]:
-        """Id and columns of the records that `given` selects; all of them must be among those asked for, if any are."""
-        answer = self._ask("get", include=list(columns), **given)
+    def _get(self, asked: Collection[str] | None, *columns: str, where: Any = None) -> list[tuple[Any, ...]]:
+        """Id and columns of the records asked for (None: all), or of those of them that `where` selects."""
+        if asked is not None and not asked:
+            return []
+        wanted = None if where or asked is None else list(dict.fromkeys(asked))  # Chroma refuses ids given twice
+        answer = self._ask("get", ids=wanted, where=where, include=list(columns))
         ids = self._column(answer, "ids")
         if len(set(ids)) < len(ids) or (asked is not None and not set(ids) <= set(asked)):
             raise self._odd("records that were not asked for")
@@ -270,7 +276,11 @@ def explained(where: str, folder: Path | None = None, *, writing: bool = False) 
             raise StoreWriteError(
                 f"cannot write to {where} ({fault}; {said}): make room, or make it writable"
             ) from error
-        remedy = "restore a backup, or index again into a new folder" if folder else "read the server's log"
+        remedy = (
+            "check Chroma's version, restore a backup, or index again into a new folder"
+            if folder
+            else "read the server's log"
+        )
         kind = StoreWriteError if writing else StoreError
         raise kind(f"Chroma failed on {where} ({said}): try again; if it fails again, {remedy}") from error
 
@@ -294,7 +304,3 @@ def disk_fault(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _unique(ids: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(ids))  # Chroma refuses ids given twice

@@ -23,9 +23,8 @@ def has_database(folder: Path) -> bool:
 
 
 def open_engine(path: str, tenant: str, database: str) -> ClientAPI:
-    """An engine on a folder; raises whatever Chroma raises, and StoreError in a forked child."""
+    """An engine on a folder; raises whatever Chroma raises."""
     global _opened
-    check_not_forked()
     _opened = True
     try:
         return chromadb.PersistentClient(path, tenant=tenant, database=database)

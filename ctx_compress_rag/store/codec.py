@@ -19,6 +19,7 @@ import base64
 import binascii
 import struct
 import zlib
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -244,12 +245,6 @@ def payload_bytes(payload: str) -> int:
 
 def _runs(counts: list[int]) -> list[tuple[int, int]]:
     """Token counts as (count, how many in a row)."""
-    runs: list[tuple[int, int]] = []
-    for count in counts:
-        if not 0 <= count < 2**32:
-            raise PayloadError(f"a slot cannot stand for {count} tokens")
-        if runs and runs[-1][0] == count:
-            runs[-1] = (count, runs[-1][1] + 1)
-        else:
-            runs.append((count, 1))
-    return runs
+    if odd := [count for count in counts if not 0 <= count < 2**32]:
+        raise PayloadError(f"a slot cannot stand for {odd[0]} tokens")
+    return [(count, len(list(same))) for count, same in groupby(counts)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 from ctx_compress_rag.errors import FingerprintMismatchError, MissingPassageError, PayloadError, StoreError, short_repr
-from ctx_compress_rag.store.chroma import PAGE, Chroma, Records, Row, pages
+from ctx_compress_rag.store.chroma import Chroma, Records, Row, batches, pages
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.store.connect import Connection
 from ctx_compress_rag.store.key import Signer
@@ -226,12 +226,21 @@ class SoftContextCollection:
 
     def upsert(self, records: Mapping[str, Record]) -> None:
         """Write whole records; they are durable when this returns."""
-        for part in _parts({id: asdict(record) for id, record in records.items()}):
-            self._send(part)
+        for part in batches({id: asdict(record) for id, record in records.items()}, _size, _WRITE_BYTES):
+            embeddings, rows = [_EMBEDDING] * len(part), list(part.values())
+            try:
+                self._write(partial(Records.upsert, ids=list(part), embeddings=embeddings, rows=rows))
+            except StoreError as error:
+                if not self.connection.remote or len(part) > 1 or _size(rows[0]) < _WRITE_BYTES:
+                    raise
+                raise StoreError(
+                    f"passage {passage_id(next(iter(part)))!r} takes {_size(rows[0]):,} bytes as a record, perhaps "
+                    f"more than the server accepts in one request: cut it into smaller passages ({error})"
+                ) from error
 
     def update(self, labels: Mapping[str, Labels]) -> None:
         """Write these fields of existing records; their other fields stay."""
-        for part in _parts({id: asdict(each) for id, each in labels.items()}):
+        for part in batches({id: asdict(each) for id, each in labels.items()}, _size, _WRITE_BYTES):
             self._write(partial(Records.update, rows=part))
 
     def delete(self, ids: Sequence[str]) -> None:
@@ -257,25 +266,6 @@ class SoftContextCollection:
         record = Record.read(id, row)
         record.check_signatures(id, self.signer)
         return record
-
-    def _send(self, rows: dict[str, Row]) -> None:
-        try:
-            embeddings = [_EMBEDDING] * len(rows)
-            self._write(partial(Records.upsert, ids=list(rows), embeddings=embeddings, rows=list(rows.values())))
-        except StoreError as error:
-            if not _too_large(error, sum(map(_size, rows.values()))):
-                raise
-            if len(rows) > 1:
-                items = list(rows.items())
-                self._send(dict(items[: len(items) // 2]))
-                self._send(dict(items[len(items) // 2 :]))
-                return
-            [(id, row)] = rows.items()
-            raise StoreError(
-                f"passage {passage_id(id)!r} takes {_size(row):,} bytes as a record, more than {self.connection.where} "
-                "accepts in one request: cut it into smaller passages, choose codec='int8' or a coarser ratio for the "
-                "store, or raise the server's limit (max_payload_size_bytes)"
-            ) from error
 
     def _check_open(self) -> None:
         if self._pid is None:
@@ -329,7 +319,7 @@ class SoftContextCollection:
                 f"reads {FORMAT}: {again}"
             )
         kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}
-        if odd := [name for name, kind in kinds.items() if type(about.get(name)) is not kind]:
+        if odd := [name for name, kind in kinds.items() if type(about.get(name)) is not kind or not about[name]]:
             raise StoreError(f"the store {records.name!r} in {where} has no valid {odd[0]}: {again}")
         if about["fingerprint"] != bundle.fingerprint:
             raise FingerprintMismatchError(
@@ -337,8 +327,6 @@ class SoftContextCollection:
                 f"fingerprint {about['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "
                 f"{bundle.fingerprint[:12]}, cannot read them: take that bundle, or {again}"
             )
-        if about["base_ratio"] < 1:
-            raise StoreError(f"the store in {where} has the impossible ratio {about['base_ratio']!r}: {again}")
         for name, asked, has in (
             ("codec", self._codec_asked, about["codec"]),
             ("ratio", self._ratio_asked, about["base_ratio"]),
@@ -352,29 +340,5 @@ class SoftContextCollection:
         return records
 
 
-def _parts(rows: dict[str, Row]) -> Iterator[dict[str, Row]]:
-    """Rows in parts that fit into one request."""
-    part: dict[str, Row] = {}
-    size = 0
-    for id, row in rows.items():
-        if part and (len(part) == PAGE or size + _size(row) > _WRITE_BYTES):
-            yield part
-            part, size = {}, 0
-        part[id] = row
-        size += _size(row)
-    if part:
-        yield part
-
-
 def _size(row: Row) -> int:
     return sum(len(str(value)) for value in row.values())
-
-
-def _too_large(error: StoreError, size: int) -> bool:
-    """Whether a server refused a request for its size in bytes."""
-    cause = error.__cause__
-    if type(cause).__name__ in ("RemoteProtocolError", "WriteError"):
-        # The server may close the connection before it has read the body; its answer is then lost.
-        return size > _WRITE_BYTES
-    said = f"{cause} {getattr(getattr(cause, 'response', None), 'status_code', '')}".lower()
-    return any(words in said for words in ("413", "too large", "length limit"))

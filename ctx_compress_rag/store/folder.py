@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ctx_compress_rag.errors import StoreError, StoreWriteError
 from ctx_compress_rag.store import lock
-from ctx_compress_rag.store.chroma import Chroma, disk_fault, lacks_room
+from ctx_compress_rag.store.chroma import Chroma, explained, lacks_room
 from ctx_compress_rag.store.chroma_internals import has_database, open_engine
 
 _GENERATION_FILE = "ctx-compress.generation"
@@ -160,19 +160,8 @@ class Folder:
 
     def _reopen(self, generation: bytes) -> None:
         self._close()
-        try:
+        with explained(str(self.path), self.path):
             engine = open_engine(self._spelling, self._tenant, self._database)
-        except StoreError:
-            raise
-        except BaseException as error:  # a panic of Chroma's Rust part is no Exception
-            if fault := disk_fault(self.path):
-                raise StoreWriteError(
-                    f"cannot write to {self.path} ({fault}): make room, or make it writable"
-                ) from error
-            raise StoreError(
-                f"Chroma cannot open {self.path} ({error}): check that it is a Chroma folder and that the installed "
-                "Chroma reads its version; if it is damaged, restore a backup, or index again into a new folder"
-            ) from error
         self._engine, self._generation = Chroma(engine, str(self.path), self.path), generation
 
     def _close(self) -> None:

@@ -44,7 +44,7 @@ class Signer:
         """What signs markers and records of a bundle.
 
         Raises:
-            StoreError: the variable is too short or blank, or the file cannot be used.
+            StoreError: the variable is too short, or the file cannot be used.
         """
         if self._key is None:
             self._key = self._found()
@@ -65,10 +65,10 @@ class Signer:
         value = os.environ.get(KEY_VARIABLE)
         if value is not None:
             key = value.encode("utf-8", "surrogateescape")
-            if len(key) < MIN_KEY_BYTES or not value.strip():
+            if len(key) < MIN_KEY_BYTES:
                 raise StoreError(
-                    f"{KEY_VARIABLE} has {len(key)} bytes{'' if value.strip() else ', all blank'}: set a secret of at "
-                    f"least {MIN_KEY_BYTES} (for example from openssl rand -hex 32), or unset the variable"
+                    f"{KEY_VARIABLE} has {len(key)} bytes: set a secret of at least {MIN_KEY_BYTES} (for example from "
+                    "openssl rand -hex 32), or unset the variable"
                 )
             return key
         if self._folder is not None:
@@ -103,12 +103,12 @@ def key_from_file(path: Path, new: bytes | None = None) -> bytes:
         if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & 0o077:
             raise StoreError(f"others can read the marker key {path}: run `chmod 600 {path}`")
         key = bytes.fromhex(path.read_text("ascii"))
+        if len(key) < MIN_KEY_BYTES:
+            raise ValueError
     except OSError as error:
         raise StoreError(f"cannot use the marker key {path} ({error}): set {KEY_VARIABLE} instead") from error
     except ValueError as error:
         raise StoreError(f"the marker key {path} is damaged: delete it to get a new one") from error
-    if len(key) < MIN_KEY_BYTES:
-        raise StoreError(f"the marker key {path} is damaged: delete it to get a new one")
     return key
 
 

@@ -9,7 +9,6 @@ operating system releases the locks of a process that dies, however it dies.
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -89,11 +88,9 @@ def _held(path: Path, timeout: float) -> Iterator[None]:
             f"through a server that both use (`chroma run --path {path.parent}` and chromadb.HttpClient)"
         ) from None
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise StoreWriteError(f"{path} must be a lock file, but is a symbolic link: delete it") from error
         raise StoreWriteError(
-            f"cannot write to the store {path.parent} ({error.strerror}), as Chroma must even to read: check that the "
-            "folder, its files and the disk are writable, or let their owner run a server (`chroma run --path "
+            f"cannot write {path} ({error.strerror}), and Chroma must write even to read: check that the folder, its "
+            "files and the disk are writable, or let their owner run a server (`chroma run --path "
             f"{path.parent}`) and give chromadb.HttpClient(...)"
         ) from error
     _held_here.add(path)

@@ -123,20 +123,18 @@ class MarkerCodec:
     def __init__(self, key: bytes, fingerprint: str) -> None:
         if not isinstance(key, bytes):
             raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: keep and give secrets.token_bytes(32)")
-        if len(key) < MIN_KEY_BYTES or not key.strip():
-            raise ConfigError(
-                f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}{'' if key.strip() else ' blanks'}"
-            )
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}")
         self._key = key
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
 
     def passage(self, text: str) -> str:
         """The 17 letters that name a passage of this text."""
-        return self._letters(_PASSAGE_LETTERS, "passage", self._fingerprint, text)
+        return self._letters(_PASSAGE_LETTERS, "passage", self.fingerprint, text)
 
     def transient(self, *fields: str) -> str:
         """The 17 letters that name a part of a passage with slots for one question; `fields` identify both."""
-        return self._letters(_PASSAGE_LETTERS, "transient", self._fingerprint, *fields)
+        return self._letters(_PASSAGE_LETTERS, "transient", self.fingerprint, *fields)
 
     def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
         """The marker of a passage (as `passage` or `transient` names it) with `factor` base slots merged into one.
@@ -151,7 +149,7 @@ class MarkerCodec:
 
     def sign(self, *fields: str) -> str:
         """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
-        return self._letters(_RECORD_SIGNATURE_LETTERS, "record", self._fingerprint, *fields)
+        return self._letters(_RECORD_SIGNATURE_LETTERS, "record", self.fingerprint, *fields)
 
     def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Text parts and this scope's markers, in order; joined, they are the text, and no part is empty.

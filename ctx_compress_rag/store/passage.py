@@ -15,7 +15,7 @@ import numpy as np
 from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.chroma import Records, pages
+from ctx_compress_rag.store.chroma import Records, batches, pages
 
 logger = logging.getLogger(__name__)
 
@@ -248,18 +248,9 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
         )
 
 
-def passage_batches(passages: Mapping[str, Passage], most: int) -> Iterator[dict[str, Passage]]:
-    """Passages in order, in batches of at most `most` to compress and write together."""
-    batch: dict[str, Passage] = {}
-    size = 0
-    for key, passage in passages.items():
-        if batch and (len(batch) == most or size + len(passage.text) > _BATCH_CHARACTERS):
-            yield batch
-            batch, size = {}, 0
-        batch[key] = passage
-        size += len(passage.text)
-    if batch:
-        yield batch
+def passage_batches(passages: Mapping[str, Passage]) -> Iterator[dict[str, Passage]]:
+    """Passages in order, in batches to compress and write together."""
+    return batches(passages, lambda passage: len(passage.text), _BATCH_CHARACTERS)
 
 
 def _utf8(text: str, label: str) -> bytes:

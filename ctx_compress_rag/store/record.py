@@ -25,13 +25,11 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store.marker import MarkerCodec
 from ctx_compress_rag.store.passage import Passage, StoredPassage
-from ctx_compress_rag.store.scope import passage_id
+from ctx_compress_rag.store.scope import passage_id, scoped_marker_id
 
 MAX_UNPACKED_BYTES = 16 << 20
 """A stored text that unpacks to more is not read: a few megabytes of zlib can hold gigabytes."""
 _LARGEST = 1e16  # the squares of a slot's values and their sum must stay finite in float32
-_LENIENT = ("payload", "payload_hash", "signature", "metadata_signature", "full_hash")
-"""Fields of which a damaged one counts as "", which no hash or signature fits: the rest can still be read."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,10 @@ class Labels:
     metadata_signature: str
 
     @classmethod
-    def label(cls, id: str, passage: Passage, fingerprint: str, signer: MarkerCodec) -> Labels:
+    def label(cls, id: str, passage: Passage, signer: MarkerCodec) -> Labels:
         """The labels of a passage whose record has this id."""
         metadata = _json(passage.metadata)
-        return Labels(full_hash(fingerprint, id, passage), metadata, signer.sign("metadata", id, metadata))
+        return Labels(full_hash(signer.fingerprint, id, passage), metadata, signer.sign("metadata", id, metadata))
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,8 @@ class Record(Labels):
     signature: str = ""
 
     @classmethod
-    def of(
-        cls, id: str, passage: Passage, payload: str, *, fingerprint: str, marker: str, signer: MarkerCodec
-    ) -> Record:
-        """The record of a passage.
+    def of(cls, id: str, passage: Passage, payload: str, scope: str, signer: MarkerCodec) -> Record:
+        """The record of a scope's passage.
 
         Raises:
             PayloadError: the payload cannot be decoded; the message names the passage.
@@ -90,11 +86,11 @@ class Record(Labels):
         except PayloadError as error:
             raise PayloadError(f"passage {passage.id!r} came with an unusable payload: {error}") from error
         record = cls(
-            **asdict(Labels.label(id, passage, fingerprint, signer)),
+            **asdict(Labels.label(id, passage, signer)),
             payload=payload,
             text=base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),
-            text_hash=text_hash(fingerprint, id, passage),
-            marker=marker,
+            text_hash=text_hash(signer.fingerprint, id, passage),
+            marker=scoped_marker_id(signer.passage(passage.text), scope),
             slots=soft.n_slots,
             tokens=soft.n_tokens,
             payload_hash=_hash(payload),
@@ -104,14 +100,10 @@ class Record(Labels):
     @classmethod
     def read(cls, id: str, row: Mapping[str, Any]) -> Self:
         """The record in the metadata that Chroma holds under an id; PayloadError if a field is missing."""
-        values: dict[str, Any] = {}
+        values = {field.name: row.get(field.name) for field in fields(cls)}
         for field in fields(cls):
-            value = row.get(field.name)
-            if type(value).__name__ != field.type:  # an annotation is a string here
-                if field.name not in _LENIENT:
-                    raise damaged(id, f"{field.name} is {short_repr(value)}, not {field.type}")
-                value = ""
-            values[field.name] = value
+            if type(values[field.name]).__name__ != field.type:  # an annotation is a string here
+                raise damaged(id, f"{field.name} is {short_repr(values[field.name])}, not {field.type}")
         return cls(**values)
 
     def check_signatures(self, id: str, signer: MarkerCodec) -> None:

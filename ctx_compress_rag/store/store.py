@@ -15,13 +15,11 @@ from ctx_compress_rag.errors import (
     ConfigError,
     FingerprintMismatchError,
     MissingPassageError,
-    RatioError,
     StoreError,
 )
 from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.chroma import PAGE
 from ctx_compress_rag.store.codec import payload_codec
 from ctx_compress_rag.store.collection import SoftContextCollection
 from ctx_compress_rag.store.connect import READ_TIMEOUT, Location, connect
@@ -29,7 +27,6 @@ from ctx_compress_rag.store.key import Signer
 from ctx_compress_rag.store.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.store.marker import (
     DEFAULT_SCOPE,
-    MAX_FACTOR,
     Marker,
     OnUnreadable,
     check_scope,
@@ -49,7 +46,7 @@ from ctx_compress_rag.store.passage import (
     to_passages,
 )
 from ctx_compress_rag.store.record import Labels, Record, full_hash, payload_of, text_hash
-from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id, scoped_marker_id
+from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import abandoned, uninterrupted
 from ctx_compress_rag.store.transient import TransientContexts
 from ctx_compress_rag.strict import seconds, whole
@@ -322,12 +319,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             RatioError: the ratio cannot be made from what is stored.
         """
-        ratio = whole("ratio", ratio)
-        base = self.base_ratio
-        factor = self.bundle.compressor.merge_factor(ratio, base)
-        if factor > MAX_FACTOR:
-            raise RatioError(f"ratio {ratio} is too coarse: choose a multiple of {base} up to {base * MAX_FACTOR}")
-        return factor
+        return self.bundle.compressor.merge_factor(whole("ratio", ratio), self.base_ratio)
 
     # Markers
 
@@ -426,7 +418,7 @@ class SoftContextStore(ProcessBound):
             if relabel:
                 self._collection.key.keep()
                 codec = self._collection.signer
-                self._collection.update({key: Labels.label(key, todo[key], self.fingerprint, codec) for key in relabel})
+                self._collection.update({key: Labels.label(key, todo[key], codec) for key in relabel})
             self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
         return AddReport(len(todo) - len(present), len(present), len(same))
 
@@ -455,7 +447,7 @@ class SoftContextStore(ProcessBound):
         self._collection.key.keep()
         self._collection.check_writable()  # fail before the work, not after it
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
-            for batch in passage_batches(passages, PAGE):
+            for batch in passage_batches(passages):
                 if abandoned():
                     return
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
@@ -466,18 +458,8 @@ class SoftContextStore(ProcessBound):
     def _put(self, passages: dict[str, Passage], payloads: Sequence[str], scope: str) -> None:
         self._collection.key.keep()
         codec = self._collection.signer
-        records = {
-            key: Record.of(
-                key,
-                passage,
-                payload,
-                fingerprint=self.fingerprint,
-                marker=scoped_marker_id(codec.passage(passage.text), scope),
-                signer=codec,
-            )
-            for (key, passage), payload in zip(passages.items(), payloads, strict=True)
-        }
-        self._collection.upsert(records)
+        made = zip(passages.items(), payloads, strict=True)
+        self._collection.upsert({key: Record.of(key, each, payload, scope, codec) for (key, each), payload in made})
 
     def _places(self, passages: Mapping[str, Passage], scope: str) -> dict[str, str | None]:
         """For each id, the id under which its text is stored: its own, or the hash of the text; None if it is not."""
