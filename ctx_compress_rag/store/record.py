@@ -29,7 +29,6 @@ from ctx_compress_rag.store.scope import passage_id, scoped_marker_id
 
 MAX_UNPACKED_BYTES = 16 << 20
 """A stored text that unpacks to more is not read: a few megabytes of zlib can hold gigabytes."""
-_LARGEST = 1e16  # the squares of a slot's values and their sum must stay finite in float32
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Record(Labels):
     @classmethod
     def read(cls, id: str, row: Mapping[str, Any]) -> Self:
         """The record in the metadata that Chroma holds under an id; PayloadError if a field is missing."""
-        values = {field.name: row.get(field.name) for field in fields(cls)}
+        values: dict[str, Any] = {field.name: row.get(field.name) for field in fields(cls)}
         for field in fields(cls):
             if type(values[field.name]).__name__ != field.type:  # an annotation is a string here
                 raise damaged(id, f"{field.name} is {short_repr(values[field.name])}, not {field.type}")
@@ -124,17 +123,9 @@ class Record(Labels):
         """The soft context; PayloadError, naming the passage, if it is damaged."""
         self.check_payload(id)
         try:
-            soft = codecs.decode(self.payload)
+            return codecs.decode(self.payload)
         except PayloadError as error:
             raise damaged(id, error) from error
-        if (soft.n_slots, soft.n_tokens) != (self.slots, self.tokens):
-            raise damaged(
-                id,
-                f"it holds {soft.n_slots} slots for {soft.n_tokens} tokens, but says {self.slots} for {self.tokens}",
-            )
-        if float(soft.slots.abs().max()) > _LARGEST:
-            raise damaged(id, f"a slot has a value beyond {_LARGEST:.0e}")
-        return soft
 
     def passage(self, id: str, fingerprint: str) -> StoredPassage:
         """Everything but the vectors; PayloadError, naming the passage, if it is damaged."""

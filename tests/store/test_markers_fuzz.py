@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
-from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
+from ctx_compress_rag.text.chat import chat_text
 from helpers.attacks import ATTACKS, CODEC, ISSUED, noise, own
 from helpers.store import WordBundle, passage
 
@@ -64,7 +64,6 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_only_what_was_issued_to_the_scope_resolves(kind: str, tiny_tokenizer: Any) -> None:
-    tokenizer = PromptTokenizer(tiny_tokenizer)
     seen = []
 
     @settings(max_examples=PROMPTS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -78,10 +77,6 @@ def test_only_what_was_issued_to_the_scope_resolves(kind: str, tiny_tokenizer: A
         assert "".join(literal) == _without(text, ISSUED["anna"])
         assert not any(resolved(CODEC.split(part, "anna")) for part in literal)
         seen.append(text)
-        if len(seen) % 20 == 0:
-            holes = len(parts) - len(literal)
-            assert len(tokenizer.encode([""] * (holes + 1))) == holes + 1
-            assert len(tokenizer.encode(literal)) == len(literal)
 
     attack()
     assert len(seen) >= PROMPTS

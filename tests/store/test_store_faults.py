@@ -160,30 +160,6 @@ stop.set()
     assert done.stdout.split() == ["0"] * 8, done
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-@pytest.mark.parametrize("opened_before", [True, False])
-def test_a_child_opens_a_store_only_if_its_parent_never_did(tmp_path: Path, opened_before: bool) -> None:
-    """A store that was used and closed is enough for Chroma to hang in a child."""
-    code = f"""{WRITE}
-import os, signal
-from ctx_compress_rag.errors import StoreError
-def use(id):
-    with SoftContextStore(sys.argv[1], WordBundle()) as store:
-        return store.add([passage(1)], [id], progress=False).added
-if {opened_before}:
-    use("of the parent")
-if not (child := os.fork()):
-    signal.alarm(20)
-    try:
-        code = use("of the child")
-    except StoreError as error:
-        code = 2 if "fork" in str(error) else 3
-    os._exit(code)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    assert run_python(code, tmp_path).stdout == ("2\n" if opened_before else "1\n")
-
-
 # What is removed under an open store
 
 
@@ -269,15 +245,6 @@ def test_when_others_fill_the_disk_during_a_write_reads_say_so_and_go_on_once_th
                 len(store)
         fill.unlink()
         assert len(store) == 310 and add(store, 61).added == 1
-
-
-def test_a_store_fills_a_disk_without_being_broken_off(small_disk: Path) -> None:
-    wide = WordBundle(base_ratio=1, dim=2048)
-    with SoftContextStore(small_disk / "chroma", wide, read_timeout=5) as store, pytest.raises(StoreWriteError):
-        for n in range(0, 2000, 100):
-            add(store, 100, start=n)
-    with SoftContextStore(small_disk / "chroma", wide, read_timeout=5) as store:
-        assert len(store) > 100 and store.damaged() == []
 
 
 def test_a_disk_that_fills_during_a_write_is_named_whatever_chroma_says(tmp_path: Path) -> None:

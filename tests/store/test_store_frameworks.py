@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import chromadb
 import pytest
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
-from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.embeddings import MockEmbedding
-from llama_index.core.schema import TextNode
-from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
@@ -49,20 +44,3 @@ def test_beside_langchain_chroma(
         with pytest.raises(ConfigError, match=r"got Chroma: .* give its chromadb collection"):
             store.add(vectors)  # type: ignore[arg-type]
     assert len(vectors.similarity_search(passage(2), k=10)) == 5
-
-
-def test_beside_llama_index_chroma(tmp_path: Path, bundle: WordBundle) -> None:
-    client = chromadb.PersistentClient(tmp_path)
-    collection = client.create_collection("docs", embedding_function=None)
-    nodes = [TextNode(text=passage(i), metadata={"source": f"{i}.txt"}) for i in range(5)]
-    context = StorageContext.from_defaults(vector_store=ChromaVectorStore(chroma_collection=collection))
-    index = VectorStoreIndex(nodes, storage_context=context, embed_model=MockEmbedding(embed_dim=3))
-    store = SoftContextStore(collection, bundle)
-    store.add(nodes, progress=False)
-    hits = index.as_retriever(similarity_top_k=3).retrieve("anything")
-    assert len(hits) == 3
-    for hit in hits:
-        assert hit.node.metadata.keys() == {"source"}
-        assert_same(store.get([hit.node.node_id])[0], bundle.at(hit.node.get_content(), 4))
-        assert store.has([hit.node.get_content()], [hit.node.node_id]) == [True]
-    assert store.add(hits, progress=False).unchanged == 3

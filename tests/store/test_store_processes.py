@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
-from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import AddReport, SoftContextStore
 from ctx_compress_rag.store.lock import ACCESS_FILE, LOCK_FILE, TURN_FILE
 from helpers.forked import run_python
@@ -106,82 +105,30 @@ def test_a_reader_waits_for_the_write_in_progress(tmp_path: Path, bundle: WordBu
         assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
 
 
-def test_what_cannot_be_stored_stays_text_with_a_warning(
-    tmp_path: Path, bundle: WordBundle, caplog: pytest.LogCaptureFixture
-) -> None:
-    with SoftContextStore(tmp_path, bundle, lock_timeout=0) as store:
-        add(store, 1)
-        with held_lock(tmp_path):
-            texts = mark(store, [passage(0), passage(1), passage(2)], ["p0", "new", "newer"])
-        assert texts == [store.marker("p0", 4), passage(1), passage(2)]
-    assert "'new'" in caplog.text and "'newer'" in caplog.text and "another process" in caplog.text
-
-
-needs_second_user = pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="needs a second user")
-KEY = b"sixteen bytes or more"
-AS_ANOTHER_USER = f"""{WRITE}
-import os
-from ctx_compress_rag.errors import StoreError, StoreWriteError
-from ctx_compress_rag.marking.mark import mark
-folder, key, bundle = sys.argv[1], {KEY}, WordBundle()
-os.setuid(65534)
-"""
 """The beginning of a program of a user whom files and folder do not belong to."""
 
 
-def open_to_all(path: Path, mode: int = 0o755) -> None:
-    """Let other users read it and the folders that it is in, or what `mode` says."""
-    for each in [path, *path.parents]:
-        if each.is_relative_to(tempfile.gettempdir()) and each != Path(tempfile.gettempdir()):
-            each.chmod(mode)
-
-
-@needs_second_user
-@pytest.mark.parametrize("closed", ["folder", "database"])
-def test_what_this_user_may_not_write_to_is_refused_with_the_way_out(
-    tmp_path: Path, bundle: WordBundle, closed: str
-) -> None:
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="needs a second user")
+@pytest.mark.parametrize("folder", ["chroma", "new/newer"])
+def test_what_this_user_may_not_write_to_is_refused_with_the_way_out(bundle: WordBundle, folder: str) -> None:
     """Chroma's engine writes even when it reads, so another user's folder is reached through a server."""
-    code = f"""{AS_ANOTHER_USER}
+    with tempfile.TemporaryDirectory() as closed:
+        with SoftContextStore(os.path.join(closed, "chroma"), bundle, key=b"k" * 16) as store:
+            add(store, 2)
+        os.chmod(closed, 0o755)
+        code = f"""{WRITE}
+import os
+from ctx_compress_rag.errors import StoreWriteError
+bundle = WordBundle()
+os.setuid(65534)
 try:
-    with SoftContextStore(folder, bundle, key=key) as store:
-        print("read", store.get(["p0"]))
-        store.add([passage(5)], progress=False)
-        print("written")
+    print(SoftContextStore(sys.argv[1], bundle, key=b"k" * 16).get(["p0"]))
 except StoreWriteError as error:
     print("refused:", error)
 """
-    folder = tmp_path / "chroma"
-    with SoftContextStore(folder, bundle, key=KEY) as store:
-        add(store, 2)
-    open_to_all(folder, 0o755 if closed == "folder" else 0o777)
-    for path in folder.rglob("*"):
-        path.chmod(0o644 if closed == "folder" or path.name == "chroma.sqlite3" else 0o777)
-    run = run_python(code, folder)
-    assert "refused: " in run.stdout and "written" not in run.stdout, run
-    assert closed == "database" or "chroma run" in run.stdout
-
-
-@needs_second_user
-@pytest.mark.parametrize("mode", [0o755, 0o700])
-def test_a_store_that_nobody_made_and_this_user_cannot_make_is_refused_at_once(tmp_path: Path, mode: int) -> None:
-    """In a folder that another user may read alone, or not even look into."""
-    closed = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
-    closed.chmod(mode)
-    code = f"""{AS_ANOTHER_USER}
-for name in ("", "new", "new/newer"):
-    try:
-        SoftContextStore(os.path.join(folder, name), bundle, key=key)
-        print("opened")
-    except StoreWriteError as error:
-        print(error)
-"""
-    run = run_python(code, closed)
-    closed.rmdir()
-    said = run.stdout.splitlines()
-    assert len(said) == 3 and all(
-        f"none can be made because this user may not write to {closed}:" in line for line in said
-    )
+        run = run_python(code, os.path.join(closed, folder))
+    assert run.stdout.startswith("refused:"), run
+    assert ("chroma run" if folder == "chroma" else f"may not write to {closed}:") in run.stdout
 
 
 @pytest.mark.parametrize("name", [LOCK_FILE, TURN_FILE, ACCESS_FILE, "ctx-compress.generation"])
@@ -194,18 +141,6 @@ def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path, bundle: 
     with SoftContextStore(folder, bundle) as store, pytest.raises(StoreWriteError, match=f"(?i){name}.*symbolic link"):
         add(store, 1)
     assert precious.read_text() == "words"
-
-
-def test_a_dead_writers_lock_is_free(tmp_path: Path, bundle: WordBundle) -> None:
-    code = """
-import os, pathlib, signal, sys
-from ctx_compress_rag.store.lock import FolderLock
-with FolderLock(pathlib.Path(sys.argv[1])).writing(0):
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert run_python(code, tmp_path).returncode == -9
-    with SoftContextStore(tmp_path, bundle, lock_timeout=0) as store:
-        assert add(store, 2).added == 2
 
 
 def test_a_store_carried_over_a_fork_says_so_and_leaves_the_parent_alone(tmp_path: Path) -> None:

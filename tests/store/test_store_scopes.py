@@ -45,16 +45,6 @@ def test_tenants_that_use_one_id_at_once_each_get_their_own_text(store: SoftCont
         list(pool.map(work, texts))
 
 
-def test_retrievals_that_alternate_between_tenants_compress_once_each(
-    store: SoftContextStore, bundle: WordBundle
-) -> None:
-    for n in range(20):
-        tenant = ("ann", "bob")[n % 2]
-        [marker] = mark(store, [passage(n % 2)], ["doc1"], ratio=4, scope=tenant)
-        assert expand(store, marker, tenant) == passage(n % 2)
-    assert sum(map(len, bundle.calls)) == 2
-
-
 def test_one_tenants_passages_are_not_there_for_another(store: SoftContextStore) -> None:
     store.add([passage(1)], ["a"], progress=False, scope="ann")
     marker = store.marker("a", 4, scope="ann")
@@ -102,33 +92,6 @@ def test_a_tenants_marker_in_a_shared_document_stays_with_the_tenant(store: Soft
     [theirs] = mark(store, [shared], ["doc1"], ratio=4, scope="bob")
     assert expand(store, theirs, "bob") == shared
     assert store.ids() == []
-
-
-def test_only_the_given_text_is_signed(store: SoftContextStore) -> None:
-    add(store, 1)
-    with pytest.raises(MissingPassageError, match="'p0'"):
-        store.markers(["p0"], 4, None, [passage(5)])
-    texts = [passage(0), passage(1)]
-    expected = [mark(store, [text])[0] for text in texts]  # under their own hashes: these records stay
-    start = threading.Barrier(2)
-
-    def work(n: int) -> None:
-        start.wait()
-        for _ in range(40):
-            assert mark(store, [texts[n]], ["same"]) == [expected[n]]
-            assert expand(store, expected[n]) == texts[n]
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
-
-
-def test_ids_are_looked_up_in_the_tenants_scope(store: SoftContextStore) -> None:
-    store.add([passage(1)], progress=False, scope="ann")
-    [by_text] = store.ids("ann")
-    for scope in ("ann", "bob"):
-        mark(store, [passage(1)], ["mine"], scope=scope)
-    assert store.ids("ann") == [by_text]
-    assert store.ids("bob") == ["mine"]
 
 
 @given(

@@ -56,15 +56,6 @@ def test_another_tenants_database(client: ClientAPI, port: int) -> None:
     assert "mine-ctx" not in {collection.name for collection in client.list_collections()}
 
 
-@pytest.mark.slow
-def test_payloads_larger_than_one_request(client: ClientAPI) -> None:
-    wide = WordBundle(base_ratio=1, dim=4096)
-    store = SoftContextStore(client, wide, collection="wide", codec="fp16")
-    texts = [passage(i, words=256) for i in range(20)]  # 2.4 MB each as text, 48 MB in all; 40 MiB is the limit
-    assert store.add(texts, progress=False).added == 20
-    assert_same(store.get(store.ensure(texts))[19], wide.at(texts[19], 1), tolerance=1e-3)
-
-
 async def test_an_asynchronous_client_is_refused(port: int) -> None:
     client = await chromadb.AsyncHttpClient("127.0.0.1", port)
     with pytest.raises(ConfigError, match="asynchronous"):
