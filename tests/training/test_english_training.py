@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
     assert main(["train", cut, "--minutes", "0", "--no-resume"]) == 0
     assert capsys.readouterr().out.strip().endswith("without --no-resume")
     assert main(["train", cut, "--minutes", "0.001"]) == 0  # the decoder alone takes longer to load
-    assert "stopped at step 1 of 4" in capsys.readouterr().out
+    assert re.search("stopped at step [123] of 4", capsys.readouterr().out)
     assert not (tmp_path / "cut" / "1" / "training_report.json").exists()
     assert main(["train", cut]) == 0
     assert report(tmp_path / "cut" / "1")["resumed"] is True
