@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import yaml
 
+import benchmarks.adaptation.prompt_tuning  # noqa: F401 - registers a stage of the recipes below
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
 from ctx_compress_rag.adaptation.adapter import projections
