@@ -38,10 +38,8 @@ class SeveralCollator(AnswerCollator):
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         batch = super().__call__(examples)
-        quotes: list[tuple[int, Turn]] = [
-            (row, Turn(turn.question, turn.evidence)) for row, e in enumerate(examples) for turn in e.turns[:1]
-        ] if self.quote else []  # fmt: skip
-        quotes = [(row, turn) for row, turn in quotes if turn.answers]
+        asked = [(row, e.turns[0]) for row, e in enumerate(examples) if self.quote and e.turns[0].evidence]
+        quotes = [(row, Turn(turn.question, turn.evidence)) for row, turn in asked]
         prompts = [self.builder.holed_prompt(Example(examples[row].passages, (turn,)), QUOTE) for row, turn in quotes]
         places = [batch["prompts"].passages[row] for row, _ in quotes]
         return {
@@ -49,6 +47,7 @@ class SeveralCollator(AnswerCollator):
             "prompts": batch["prompts"],
             "evidence": [[self._span(e.passages, turn) for turn in e.turns] for e in examples],
             "quotes": PromptBatch(prompts, places),
+            "quoted": [row for row, _ in quotes],
         }
 
     def _span(self, passages: Sequence[str], turn: Turn) -> Span | None:
@@ -81,9 +80,9 @@ class SeveralLoss(SlotObjective):
         prompts: PromptBatch,
         evidence: list[list[Span | None]],
         quotes: PromptBatch,
+        quoted: list[int],
     ) -> dict[str, Tensor]:
         drawn = self.drawn(prompts.prompts)
-        ratio_of = {tuple(prompts.passages[row]): ratio for ratio, rows in drawn.items() for row in rows}
         answer_tokens, quote_tokens = prompts.answer_tokens(), quotes.answer_tokens().clamp(min=1)
         turns = sum(len(spans) for spans in evidence)
         loss = torch.zeros(())
@@ -93,7 +92,7 @@ class SeveralLoss(SlotObjective):
             loss = loss + F.cross_entropy(logits, answers, reduction="sum") / answer_tokens[0]
             if self.attention and looks:
                 loss = loss + self.attention * torch.stack(looks).sum() / (turns * len(HEADS))
-            own = [row for row, places in enumerate(quotes.passages) if ratio_of[tuple(places)] == ratio]
+            own = [number for number, row in enumerate(quoted) if row in rows]
             if self.quote and own:
                 logits, answers = self.answer_logits(quotes.only(own), batch)
                 loss = loss + self.quote * F.cross_entropy(logits, answers, reduction="sum") / quote_tokens[0]
@@ -106,14 +105,9 @@ class SeveralLoss(SlotObjective):
 
         The share is that of the attention from the position before the answer to all slots.
         """
-        contexts = slots.rows()
-        dtype = self.bundle.backbone.embeddings.weight.dtype
-        embedded = {
-            p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype) for own in batch.passages for p in own
-        }
-        prompts = [p.filled([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
+        prompts = self.filled(batch, slots)
         spliced = splice(self.bundle.backbone.embeddings, prompts)
-        lengths = [[len(embedded[i]) for i in own] for own in batch.passages]
+        lengths = [[len(piece) for piece in prompt.pieces if piece.is_floating_point()] for prompt in prompts]
         with self.reader.decoder(spliced.slot_mask) as model, attention_inputs(model) as seen:
             logits, answers = predict(model, spliced, prompts)
             looks = []

@@ -72,13 +72,16 @@ Scores = dict[str, list[float]]
 
 def run(plan: Plan, names: Sequence[str]) -> dict[str, Scores]:
     """Run the trials that have no result yet; the shipped bundle is "start". An interrupted one resumes."""
-    results = {}
+    results, examples = {}, list[Example]()
     for name in ["start", *names]:
         file = plan.output / f"{name}.json"
         if not file.exists():
             plan.output.mkdir(parents=True, exist_ok=True)
             bundle = Bundle.from_pretrained("smollm2-135m", device="cpu", dtype="bfloat16")
-            report = {} if name == "start" else trained(bundle, plan, TRIALS[name], plan.output / name)
+            report = {}
+            if name != "start":
+                examples = examples or prompts(plan)
+                report = trained(bundle, examples, plan.steps, TRIALS[name], plan.output / name)
             scores = {key: values for dev in plan.dev for key, values in measured(bundle, dev, plan.questions).items()}
             write_json(file, {"scores": scores, "report": report})
         results[name] = json.loads(file.read_text())["scores"]
@@ -99,7 +102,7 @@ def prompts(plan: Plan) -> list[Example]:
     return [mixed[i] for i in order]
 
 
-def trained(bundle: Bundle, plan: Plan, trial: Trial, folder: Path) -> dict[str, Any]:
+def trained(bundle: Bundle, examples: Sequence[Example], steps: int, trial: Trial, folder: Path) -> dict[str, Any]:
     """Train a bundle in place; returns the training's report."""
     if trial.wrap:
         bundle.reader.wrap = wrap = Wrap(WrapConfig(before=1, after=1), bundle.backbone.dim)
@@ -115,7 +118,7 @@ def trained(bundle: Bundle, plan: Plan, trial: Trial, folder: Path) -> dict[str,
         loss.step = step
 
     optim = OptimConfig(
-        steps=plan.steps,
+        steps=steps,
         batch_size=BATCH,
         learning_rate=3e-4,
         muon_learning_rate=6e-4,
@@ -125,7 +128,7 @@ def trained(bundle: Bundle, plan: Plan, trial: Trial, folder: Path) -> dict[str,
         save_every=20,
         log_every=10,
     )
-    job = Job(loss, prompts(plan), collate, lambda report: None, on_step=on_step)
+    job = Job(loss, examples, collate, lambda report: None, on_step=on_step)
     report = train(job, optim, folder, seed=0)
     loss.eval()
     return report
@@ -145,6 +148,7 @@ def measured(bundle: Bundle, file: str, count: int) -> Scores:
     loss = SeveralLoss(bundle)
     collate = SeveralCollator(builder(bundle), [bundle.config.template], 8 * LONGEST, 0)
     for passages in (1, 4):
+        # Every third is asked; the others are there to be distractors.
         examples = accompanied(alone, passages)[::3]
         of = f"{Path(file).name.split('.')[0]}, {passages} passages"
         for start in tqdm(range(0, count, 4 * BATCH), desc=f"{of}: loss"):

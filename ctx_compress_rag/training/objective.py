@@ -127,20 +127,22 @@ class SlotObjective(nn.Module, ABC):
         chosen = {ratio: [row for row, draw in enumerate(draws) if ratio in draw] for ratio in self.ratios}
         return {ratio: own for ratio, own in chosen.items() if own}
 
-    def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
-        """Logits that predict the answer tokens from slots, and the ids of these tokens.
-
-        Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt
-        """
+    def filled(self, batch: PromptBatch, slots: SlotBatch) -> list[Prompt]:
+        """The prompts with their passages' slots as the decoder reads them."""
         contexts = slots.rows()
         # In the decoder's precision: the projection returns float32, which would make the whole row float32.
         dtype = self.bundle.backbone.embeddings.weight.dtype
         embedded = {
             p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype) for own in batch.passages for p in own
         }
-        prompts = [
-            prompt.filled([embedded[p] for p in own]) for prompt, own in zip(batch.prompts, batch.passages, strict=True)
-        ]
+        return [p.filled([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
+
+    def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
+        """Logits that predict the answer tokens from slots, and the ids of these tokens.
+
+        Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt
+        """
+        prompts = self.filled(batch, slots)
         spliced = splice(self.bundle.backbone.embeddings, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
             return predict(model, spliced, prompts)
