@@ -20,7 +20,7 @@ from helpers.published import CHECKPOINTS, TEXTS
 
 
 def reference(name: str) -> dict[str, Tensor]:
-    """What the project's own code made, see published/make_references.py."""
+    """What the project's own code made, see benchmarks/published/make_references.py."""
     return load_file(CHECKPOINTS / name / "reference.safetensors")
 
 

@@ -1,7 +1,8 @@
-# ruff: noqa: B023, E501
-"""Make the tiny checkpoints and reference tensors in checkpoints/: run by hand, with the projects' own code.
+# ruff: noqa: B023, D103, E501, T201
+# mypy: ignore-errors
+"""Make the tiny checkpoints and reference tensors of the tests: run by hand, with the projects' own code.
 
-    python make_references.py UPSTREAM checkpoints README.md
+    python benchmarks/published/make_references.py UPSTREAM tests/published/checkpoints README.md
 
 UPSTREAM holds clones: lclm (LeonLixyz/LCLM@e04ceb9), clara (apple/ml-clara@857c3cf), xrag (Hannibal046/xRAG@121fa41)
 and icae (getao/icae@469a468). Run with torch 2.13.0, transformers 4.57.6 and peft 0.21.2 on a CPU. Each project's code
