@@ -74,10 +74,11 @@ def seconds(name: str, value: object) -> float:
 
 def explain(error: ValidationError) -> str:
     """Describe all errors in one line: the field, the problem, and the value given."""
-    return "; ".join(_explained(fault) for fault in error.errors())
+    return "; ".join(explained(fault) for fault in error.errors())
 
 
-def _explained(fault: Mapping[str, Any]) -> str:
+def explained(fault: Mapping[str, Any]) -> str:
+    """Describe one of pydantic's errors: the field, the problem, and the value given."""
     where = ".".join(str(place) for place in fault["loc"])
     match fault["type"]:
         case "missing":

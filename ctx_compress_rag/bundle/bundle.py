@@ -162,20 +162,6 @@ class Bundle(Decoder):
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
 
-    def loaded_again(self, **options: Any) -> Bundle:
-        """Load the same bundle again with other `options` of `from_pretrained`.
-
-        Raises:
-            ConfigError: this bundle was made in this process, not loaded.
-            BundleError: as `from_pretrained`.
-        """
-        if self._folder is None:
-            raise ConfigError(
-                f"bundle {self.config.name!r} was made in this process and cannot be loaded again with {options}: "
-                "save it, and load it with Bundle.from_pretrained"
-            )
-        return type(self).from_pretrained(self._folder, **options)
-
     @classmethod
     def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
         """Make an untrained bundle for `backbone`, from which training starts.

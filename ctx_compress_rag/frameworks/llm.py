@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -32,15 +31,12 @@ OPTIONS = (
 )
 """Fields of the LLM classes that a call may set anew."""
 
-LOADING = ("device", "dtype", "device_map", "attn_implementation", "quantization_config")
-"""Fields of the LLM classes that are options of `Bundle.from_pretrained`."""
-
 
 class DecoderLLM(BaseModel):
     """The base and the options of a framework's LLM class; it comes before the framework's own base class.
 
     Args:
-        store: where the soft contexts are; its bundle is the model.
+        store: where the soft contexts are; its bundle, on its device and in its dtype, is the model.
         max_tokens: longest answer, in tokens; by default 512, or that of an imported bundle's training.
         temperature: 0 always takes the most likely token (greedy).
         top_p: sample from the most likely tokens, up to this total probability.
@@ -58,8 +54,6 @@ class DecoderLLM(BaseModel):
         scope: tenant or user whose markers are read; None takes that of `ctx_compress_rag.store.marker.scope`, or the
             store's.
         batch_size: maximum number of prompts in a forward pass.
-        device, dtype, device_map, attn_implementation, quantization_config: options of `Bundle.from_pretrained` that
-            load the store's bundle a second time, for this LLM only; without any of them, the store's own answers.
         server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
         api_key: the server's key.
         timeout: maximum seconds to wait for the server's first token, and from one token to the next.
@@ -94,11 +88,6 @@ class DecoderLLM(BaseModel):
     on_unreadable: OnUnreadable = Field(default="error", frozen=True)
     scope: str | None = None
     batch_size: int = Field(default=BATCH_SIZE, ge=1, frozen=True)
-    device: str | torch.device | None = Field(default=None, exclude=True, frozen=True)
-    dtype: str | torch.dtype | None = Field(default=None, exclude=True, frozen=True)
-    device_map: str | dict[str, Any] | None = Field(default=None, frozen=True)
-    attn_implementation: str | None = Field(default=None, frozen=True)
-    quantization_config: Any = Field(default=None, exclude=True, repr=False, frozen=True)
     server: str | None = Field(default=None, frozen=True)
     api_key: SecretStr | None = Field(default=None, exclude=True, frozen=True)
     timeout: float = Field(default=120.0, frozen=True)
@@ -168,8 +157,6 @@ class DecoderLLM(BaseModel):
             bundle = self.store.bundle
             if not isinstance(bundle, Bundle):
                 raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
-            if loading := self._loading:
-                bundle = bundle.loaded_again(**loading)
             if self.server is None:
                 self._decoder = TransformersDecoder(
                     bundle,
@@ -188,11 +175,6 @@ class DecoderLLM(BaseModel):
                     on_unreadable=self.on_unreadable,
                 )
         return self._decoder
-
-    @property
-    def _loading(self) -> dict[str, Any]:
-        """The options for loading the decoder that were given."""
-        return {name: value for name in LOADING if (value := getattr(self, name)) is not None}
 
     def _with_decoder(self, decoder: TransformersDecoder) -> Self:
         other = self.model_copy()

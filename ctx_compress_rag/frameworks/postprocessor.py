@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import Marked, Marking, MarkingOptions, OnMissing
+from ctx_compress_rag.marking.mark import Marked, Marking, OnMissing
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.strict import explain
 
@@ -58,7 +58,7 @@ class MarkingPostprocessor(BaseModel):
             super().__init__(store=store, **fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        self._options().checked(self.store)
+        self._marking()
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
@@ -72,7 +72,7 @@ class MarkingPostprocessor(BaseModel):
         question: str | None,
     ) -> list[Marked]:
         """Mark the retrieved texts of a question with these options: see `ctx_compress_rag.marking.mark.mark`."""
-        return Marking(self.store, self._options()).mark(texts, ids, scores, question)
+        return self._marking().mark(texts, ids, scores, question)
 
-    def _options(self) -> MarkingOptions:
-        return MarkingOptions(self.ratio, self.token_budget, self.on_missing, self.scope)
+    def _marking(self) -> Marking:
+        return Marking(self.store, self.ratio, self.token_budget, self.on_missing, self.scope)

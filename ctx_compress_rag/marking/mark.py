@@ -41,40 +41,6 @@ can be written, or it holds the marker of a passage that was deleted.
 """
 
 
-@dataclass(frozen=True)
-class MarkingOptions:
-    """How texts become markers; see `mark`."""
-
-    ratio: int | None = None
-    token_budget: int | None = None
-    on_missing: OnMissing = "compress"
-    scope: str | None = None
-
-    def checked(self, store: SoftContextStore) -> MarkingOptions:
-        """These options, with their numbers as ints.
-
-        Raises:
-            ConfigError: ratio and budget are both given, the budget is below 1 or the bundle takes none, the scope is
-                blank, or `on_missing` is unknown.
-            RatioError: the ratio cannot be made from the store's base ratio.
-        """
-        ratio = None if self.ratio is None else whole("ratio", self.ratio)
-        budget = None if self.token_budget is None else whole("token_budget", self.token_budget)
-        if ratio is not None and budget is not None:
-            raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
-        if budget is not None and budget < 1:
-            raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
-        if budget is not None:
-            store.merge_factor(store.base_ratio)  # refuses a bundle whose slots are no context by themselves
-        if ratio is not None:
-            store.bundle.compressor.check_ratio(ratio, store.base_ratio)
-        if self.on_missing not in get_args(OnMissing):
-            raise ConfigError(f"on_missing={self.on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
-        if self.scope is not None:
-            check_scope(self.scope)
-        return MarkingOptions(ratio, budget, self.on_missing, self.scope)
-
-
 class Marked(NamedTuple):
     """A retrieved text: `text` with markers in it expanded, and what a prompt has in its place."""
 
@@ -124,7 +90,7 @@ def mark(
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
         PayloadError: with on_missing="error", a record is damaged.
     """
-    marking = Marking(store, MarkingOptions(ratio, token_budget, on_missing, scope))
+    marking = Marking(store, ratio, token_budget, on_missing, scope)
     return [marked.shown for marked in marking.mark(texts, ids, scores, question)]
 
 
@@ -141,13 +107,39 @@ class _Passage:
 class Marking:
     """Marks the texts of one call after another with the same options, each passage alone: one fails no other.
 
+    The arguments are those of the function `mark`.
+
     Raises:
-        ConfigError, RatioError: see `MarkingOptions.checked`.
+        ConfigError: ratio and budget are both given, the budget is below 1 or the bundle takes none, the scope is
+            blank, or `on_missing` is unknown.
+        RatioError: the ratio cannot be made from the store's base ratio.
     """
 
-    def __init__(self, store: SoftContextStore, options: MarkingOptions) -> None:
+    def __init__(
+        self,
+        store: SoftContextStore,
+        ratio: int | None = None,
+        token_budget: int | None = None,
+        on_missing: OnMissing = "compress",
+        scope: str | None = None,
+    ) -> None:
         self._store = store
-        self._options = options.checked(store)
+        self._ratio = ratio = None if ratio is None else whole("ratio", ratio)
+        self._budget = budget = None if token_budget is None else whole("token_budget", token_budget)
+        self._on_missing = on_missing
+        self._scope = scope
+        if ratio is not None and budget is not None:
+            raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
+        if budget is not None and budget < 1:
+            raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
+        if budget is not None:
+            store.merge_factor(store.base_ratio)  # refuses a bundle whose slots are no context by themselves
+        if ratio is not None:
+            store.bundle.compressor.check_ratio(ratio, store.base_ratio)
+        if on_missing not in get_args(OnMissing):
+            raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
+        if scope is not None:
+            check_scope(scope)
 
     def mark(
         self,
@@ -168,7 +160,7 @@ class Marking:
         try:
             self._render(passages, relevances, question)
         except (MissingPassageError, PayloadError):
-            if self._options.on_missing == "error":
+            if self._on_missing == "error":
                 raise
             for passage in stored:
                 self._repair(passage)
@@ -186,7 +178,7 @@ class Marking:
             passage = _Passage(f"texts[{place}]" if id is None else short_repr(id), text)
             passages.append(passage)
             try:
-                parts = self._store.split(text, self._options.scope, "text")
+                parts = self._store.split(text, self._scope, "text")
                 if any(isinstance(part, Marker) for part in parts):
                     passage.text = _joined(self._store, parts, min(MAX_CHARACTERS, room))
                     room -= len(passage.text)
@@ -209,12 +201,12 @@ class Marking:
         for passage in absent:
             if passage not in own:
                 passage.id = content_id(passage.text)
-        if missing and self._options.on_missing == "error":
+        if missing and self._on_missing == "error":
             raise MissingPassageError(
                 f"passage {missing[0].name} is not stored with this text ({len(missing)} missing): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
-        if self._options.on_missing == "compress":
+        if self._on_missing == "compress":
             self._compress(missing)
         else:
             for passage in missing:
@@ -223,7 +215,7 @@ class Marking:
     def _not_held(self, passages: Sequence[_Passage], by_text: bool = False) -> list[_Passage]:
         """The passages that are not stored under their ids, or, with `by_text`, under the hashes of their texts."""
         ids = None if by_text else [str(passage.id) for passage in passages]
-        held = self._store.has([passage.text for passage in passages], ids, self._options.scope) if passages else []
+        held = self._store.has([passage.text for passage in passages], ids, self._scope) if passages else []
         return [passage for passage, there in zip(passages, held, strict=True) if not there]
 
     def _compress(self, passages: Sequence[_Passage]) -> None:
@@ -232,7 +224,7 @@ class Marking:
             return
         try:
             texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
-            for passage, id in zip(passages, self._store.ensure(texts, ids, self._options.scope), strict=True):
+            for passage, id in zip(passages, self._store.ensure(texts, ids, self._scope), strict=True):
                 passage.id = id
         except StoreWriteError as error:
             for passage in self._not_held(passages):
@@ -246,7 +238,7 @@ class Marking:
 
     def _repair(self, passage: _Passage) -> None:
         """Compress a passage again whose record is damaged, or gone since it was found; else it stays text."""
-        store, scope = self._store, self._options.scope
+        store, scope = self._store, self._scope
         if passage.id is None:
             return
         try:
@@ -254,12 +246,12 @@ class Marking:
                 [soft] = store.get([passage.id], scope, [passage.text])
             except PayloadError:
                 [record] = store.get_passages([passage.id], scope, [passage.text])
-                if self._options.on_missing != "compress" or record is None:
+                if self._on_missing != "compress" or record is None:
                     raise
                 store.delete([passage.id], scope)
                 store.add([Passage(passage.text, passage.id, record.metadata)], progress=False, scope=scope)
             else:
-                if soft is None and self._options.on_missing == "compress":
+                if soft is None and self._on_missing == "compress":
                     [passage.id] = store.ensure([passage.text], scope=scope)
                 elif soft is None:
                     passage.id = None
@@ -268,28 +260,28 @@ class Marking:
 
     def _leave(self, passage: _Passage, error: Exception) -> None:
         """Keep a passage's text, in a form that tokenizers can read, or raise, as the options say."""
-        if self._options.on_missing == "error":
+        if self._on_missing == "error":
             raise error
         logger.warning("left as text: passage %s (%s)", passage.name, error)
         passage.id, passage.text = None, whole_characters(passage.text)
 
     def _render(self, passages: Sequence[_Passage], scores: Sequence[Relevance] | None, question: str | None) -> None:
         """Set what is shown in place of each stored passage."""
-        store, options = self._store, self._options
+        store = self._store
         for passage in passages:
             passage.shown = None
-        if options.token_budget is None:
-            groups = {options.ratio: [passage for passage in passages if passage.id is not None]}
+        if self._budget is None:
+            groups = {self._ratio: [passage for passage in passages if passage.id is not None]}
         else:
-            groups = self._allotted(options.token_budget, passages, scores)
+            groups = self._allotted(self._budget, passages, scores)
         for ratio, group in groups.items():
             ids, texts = [str(passage.id) for passage in group], [passage.text for passage in group]
             rendered = store.bundle.compressor.render(
-                store, texts, ids, ratio=ratio, question=question, scope=options.scope
+                store, texts, ids, ratio=ratio, question=question, scope=self._scope
             )
             for passage, shown in zip(group, rendered, strict=True):
                 # Text that a method keeps may have the form of a marker.
-                parts = store.split(shown, options.scope, "text")
+                parts = store.split(shown, self._scope, "text")
                 passage.shown = "".join(
                     part.text if isinstance(part, Marker) else escaped_markers(part) for part in parts
                 )
@@ -302,7 +294,7 @@ class Marking:
         assert isinstance(store.bundle, Bundle)
         stored = [passage for passage in passages if passage.id is not None]
         ids, texts = [str(passage.id) for passage in stored], [passage.text for passage in stored]
-        records = iter(store.get_passages(ids, self._options.scope, texts))
+        records = iter(store.get_passages(ids, self._scope, texts))
         factors = allot(
             [len(text_ids(store.bundle.tokenizer, escaped_markers(each.text))) for each in passages],
             [record.n_slots if each.id is not None and (record := next(records)) else 0 for each in passages],

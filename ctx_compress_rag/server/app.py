@@ -14,7 +14,7 @@ from typing import Any
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.marking.mark import MarkingOptions, mark
+from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server import replies
 from ctx_compress_rag.server.answers import ClientGoneError, answer, unless_gone
@@ -214,35 +214,27 @@ class _Service:
         """
         if body.model is not None:
             self.check_model(body.model)
-        MarkingOptions(body.ratio, body.token_budget).checked(self._store)
-        shown = await unless_gone(request.receive, self._marked(body.input, body, request.state.tenant))
+        scope = request.state.tenant
+        marking = Marking(self._store, body.ratio, body.token_budget, scope=scope)
+        shown = await unless_gone(request.receive, self._marked(body, marking, scope))
         self._metrics.passages.inc(len(body.input))
         data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
         return JSONResponse({"object": "list", "model": self._name, "data": data})
 
-    async def _marked(self, texts: Sequence[str], body: Compress, scope: str | None) -> list[str]:
+    async def _marked(self, body: Compress, marking: Marking, scope: str | None) -> list[str]:
         def store(part: Sequence[str]) -> None:
-            plain = [
-                text for text in part if text.strip() and escaped_markers(text) == text
-            ]  # `mark` expands the others
+            # `mark` expands the others.
+            plain = [text for text in part if text.strip() and escaped_markers(text) == text]
             with suppress(StoreWriteError):  # `mark` leaves them as text
                 self._store.ensure(plain, scope=scope)
 
-        loop = asyncio.get_running_loop()
+        loop, texts = asyncio.get_running_loop(), body.input
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             await loop.run_in_executor(self.writer, store, texts[start : start + _TEXTS_AT_A_TIME])
         for text in texts:
             self._store.split(text, scope, "error")  # a marker of another tenant is no passage
-        work = partial(
-            mark,
-            self._store,
-            texts,
-            ratio=body.ratio,
-            token_budget=body.token_budget,
-            scope=scope,
-            question=body.question,
-        )
-        return await loop.run_in_executor(self.writer, work)
+        marked = await loop.run_in_executor(self.writer, partial(marking.mark, texts, question=body.question))
+        return [each.shown for each in marked]
 
 
 def _explained(request: Request, error: Exception) -> Exception:

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling
-from ctx_compress_rag.errors import short_repr
 from ctx_compress_rag.server.faults import RequestError
+from ctx_compress_rag.strict import explained
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
 
@@ -221,36 +221,16 @@ class Compress(_Request):
     question: Text | None = None
 
 
-# By pydantic's type of error.
-_SAID = {
-    "missing": "{where} is missing: send it",
-    "extra_forbidden": "{where}={value} is not supported here: leave it out",
-    "literal_error": "{where}={value} is not supported here: send {expected}",
-    "union_tag_invalid": "{where}={value} is not supported here: send one of {expected_tags}",
-    "union_tag_not_found": "{where}={value} has no {discriminator}: send one",
-    "too_short": "{where} is empty: send {min_length} or more",
-    "too_long": "{where} has more than {max_length} items: send fewer",
-    "list_type": "{where}={value} is not a list: send one",
-}
-
-
 def malformed(errors: Sequence[Any]) -> RequestError:
     """A refusal that names the first of pydantic's errors in a body: the field, its value, and what to send."""
     found = errors[0]
-    context = found.get("ctx", {})
     places = [str(place) for place in found["loc"] if place != "body"]
     if places[:1] == ["response_format"]:
         del places[1:2]  # its type, which pydantic puts into the path
     if found["type"] == "json_invalid":
-        return RequestError(400, f"the body is not JSON ({context['error']}): send a JSON object")
+        return RequestError(400, f"the body is not JSON ({found['ctx']['error']}): send a JSON object")
     if not places:
         return RequestError(
             400, "the body is not a JSON object: send one, with the header Content-Type: application/json"
         )
-    said = _SAID.get(found["type"], "{where}={value}: {msg}")
-    message = found["msg"].removeprefix("Value error, ")
-    return RequestError(
-        400,
-        said.format(where=".".join(places), value=short_repr(found["input"]), msg=message, **context),
-        param=places[0],
-    )
+    return RequestError(400, explained({**found, "loc": places}), param=places[0])

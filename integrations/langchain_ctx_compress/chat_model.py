@@ -80,7 +80,6 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
                 "on_unreadable": self.on_unreadable,
                 "change": self._change,
                 **{name: getattr(self, name) for name in OPTIONS},
-                **{name: str(value) for name, value in self._loading.items()},
             },
         }
 

@@ -13,8 +13,6 @@ from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.store import SoftContextStore
-from langchain_ctx_compress import ChatCompressedContext
-from llama_index.llms.ctx_compress import CompressedContextLLM
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["half", "int8"])
@@ -92,19 +90,3 @@ def test_packed_weights_answer_from_slots_and_are_not_saved(
     assert answer[0].slots
     with pytest.raises(ConfigError, match="quantized: load the bundle without"):
         packed.save_pretrained(tmp_path / "saved")
-
-
-@pytest.mark.parametrize("kind", [ChatCompressedContext, CompressedContextLLM])
-def test_an_llm_loads_its_decoder_as_it_says(folder: Path, tmp_path: Path, kind: Any, tiny_bundle: Any) -> None:
-    store = SoftContextStore(tmp_path, Bundle.from_pretrained(folder))
-    llm = kind(store=store, dtype="bfloat16", attn_implementation="eager", batch_size=3)
-    assert llm.decoder.bundle.backbone.model.dtype == torch.bfloat16
-    assert llm.decoder.bundle.backbone.model.config._attn_implementation == "eager"
-    assert llm.decoder.batch_size == 3
-    assert store.bundle.backbone.model.dtype == torch.float32
-    assert kind(store=store).decoder.bundle is store.bundle
-    with pytest.raises(ConfigError, match="batch_size"):
-        kind(store=store, batch_size=0)
-    in_memory = SoftContextStore(tmp_path / "other", tiny_bundle)
-    with pytest.raises(ConfigError, match="save it, and load it"):
-        _ = kind(store=in_memory, dtype="bfloat16").decoder
