@@ -72,7 +72,7 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
 @pytest.fixture(scope="module")
 def adaptive(bundle_folder: Path) -> Any:
     """The saved bundle's decoder, which can adapt."""
-    from ctx_compress_rag.adaptation import AdaptiveDecoder
+    from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
     from ctx_compress_rag.bundle.bundle import Bundle
 
     return AdaptiveDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))

@@ -14,10 +14,18 @@ from tqdm.auto import tqdm
 
 from benchmarks.adaptation.cost import AdaptationCost, measure
 from benchmarks.adaptation.episodes import digest, drawn_apart
-from benchmarks.adaptation.systems import AT_TEST_TIME, BASE, PREDICTED, Recipes, System, controls, copy_rule
+from benchmarks.adaptation.systems import (
+    AT_TEST_TIME,
+    BASE,
+    PREDICTED,
+    Recipes,
+    System,
+    TestTimeSGD,
+    controls,
+    copy_rule,
+)
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
-from ctx_compress_rag.adaptation.baselines import TestTimeSGD
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.episodes import Episode, with_slots

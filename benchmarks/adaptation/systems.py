@@ -12,14 +12,16 @@ from pathlib import Path
 import torch
 import yaml
 
+from benchmarks.adaptation.hypertuning import HyperTuningRecipe
 from benchmarks.adaptation.prompt_tuning import PrefixedDecoder, PromptTuningRecipe
 from benchmarks.world import RECIPES
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.baselines import BaseAdapter, PredictedUpdate, TestTimeSGD
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.decoder import Adaptation, AdaptiveDecoder
+from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
+from ctx_compress_rag.adaptation.predicted import BaseAdapter, PredictedUpdate
+from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.recipe import find, load_recipe
@@ -30,6 +32,21 @@ logger = logging.getLogger(__name__)
 ALONE, BASE = "decoder alone", "base adapter"
 AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps
 _AVERAGED = 16  # contexts
+
+
+@dataclass(frozen=True, eq=False)
+class TestTimeSGD(Adaptation):
+    """TT-SGD: K steps of gradient descent on the demonstrations, at question time (eq. 8)."""
+
+    __test__ = False  # despite its name, not a test
+
+    base: Adapter
+    steps: int
+    learning_rate: float
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        update = sgd(decoder, [decoder.rows(demonstrations)], self.base, self.steps, self.learning_rate)
+        return Adapted(update.adapted().row(0))
 
 
 @dataclass(frozen=True)
@@ -156,17 +173,20 @@ class Recipes:
             System(f"{BASE}, few-shot", BaseAdapter(base), chat=_with_shots),
         ]
         kinds = [_kind(recipe) for recipe in self.others]
-        predicted: list[tuple[str, PredictedUpdate]] = []
+        hypertuned: list[System] = []
+        matching: list[tuple[str, PredictedUpdate]] = []
         for kind, file, recipe in zip(kinds, self.files[1:], self.others, strict=True):
             name = kind if kinds.count(kind) == 1 else f"{kind} ({file.stem})"
             if isinstance(recipe, PromptTuningRecipe):
                 systems.append(System(name, BaseAdapter(None), prefix=recipe.output))
             else:
-                predicted.append((name, PredictedUpdate.from_pretrained(recipe.output, decoder)))
-        systems += [System(name, each) for name, each in predicted if each.config.loss == "task"]
-        matching = sorted(
-            (one for one in predicted if one[1].config.loss == "matching"), key=lambda one: one[1].config.inner_steps
-        )
+                update = PredictedUpdate.from_pretrained(recipe.output, decoder)
+                if isinstance(recipe, HyperTuningRecipe):
+                    hypertuned.append(System(name, update))
+                else:
+                    matching.append((name, update))
+        systems += hypertuned
+        matching.sort(key=lambda one: one[1].config.inner_steps)
         for name, each in matching:
             own = TestTimeSGD(base, each.config.inner_steps, each.config.inner_learning_rate)
             systems.append(System(f"{AT_TEST_TIME}{name.removeprefix(PREDICTED)}", own))
@@ -178,7 +198,7 @@ def _kind(recipe: AdaptationRecipe) -> str:
     """The name of the system that a recipe trains, if it is the only one of its kind."""
     if not isinstance(recipe, UpdatePredictorRecipe):
         return "prompt tuning"
-    return "HyperTuning" if recipe.loss == "task" else f"{PREDICTED}{recipe.inner_steps}"
+    return "HyperTuning" if isinstance(recipe, HyperTuningRecipe) else f"{PREDICTED}{recipe.inner_steps}"
 
 
 def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequence[Episode]) -> list[System]:

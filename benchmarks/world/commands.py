@@ -60,7 +60,8 @@ def world_decoder(folder: Annotated[str, typer.Argument(metavar="DIR")]) -> None
 def world_train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or one in benchmarks/world/recipes.")],
 ) -> None:
-    """Train by a recipe, as `ctx-compress train` does; knows the stages pointing_teacher and prompt_tuning, too."""
+    """Train by a recipe, as `ctx-compress train` does; knows the stages of benchmarks, too."""
+    import benchmarks.adaptation.hypertuning
     import benchmarks.adaptation.prompt_tuning
     import benchmarks.world.teacher  # noqa: F401, they register their stages
     from ctx_compress_rag.training.run import run_recipe

@@ -69,11 +69,10 @@ class RetrievalAdapterRecipe(AdaptationRecipe):
 
 
 class UpdatePredictorRecipe(AdaptationRecipe):
-    """The update predictor, trained on gradient descent's updates (eq. 9; RAG-GD) or on answers (HyperTuning).
+    """The update predictor, trained on gradient descent's updates (eq. 9).
 
     Attributes:
         base: the base retrieval adapter's folder.
-        loss: "matching" or "task".
         inner_steps: K of eq. 8.
         inner_learning_rate: eta of eq. 8.
         magnitude_weight: lambda of eq. 9.
@@ -87,7 +86,6 @@ class UpdatePredictorRecipe(AdaptationRecipe):
 
     stage: Literal["update_predictor"]
     base: Path
-    loss: Literal["matching", "task"] = "matching"
     inner_steps: int = Field(default=5, gt=0)
     inner_learning_rate: float = Field(default=1e-2, gt=0)
     magnitude_weight: float = Field(default=0.1, ge=0)
@@ -96,9 +94,3 @@ class UpdatePredictorRecipe(AdaptationRecipe):
     code: int = Field(default=64, gt=0)
     layer: int | None = Field(default=None, gt=0)
     contexts: int | None = Field(default=None, gt=0)
-
-    @model_validator(mode="after")
-    def _contexts_for_matching(self) -> UpdatePredictorRecipe:
-        if self.contexts and self.loss != "matching":
-            raise ValueError("contexts is for loss matching: leave it out with loss task")
-        return self

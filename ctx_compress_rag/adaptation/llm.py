@@ -28,7 +28,7 @@ class AdaptableLLM(DecoderLLM):
         """An LLM that answers as the demonstrations do (RAG-GD); this one stays unchanged.
 
         All LLMs adapted from one share its weights in memory, and may be used side by side in threads.
-        `ctx_compress_rag.adaptation.generate_together` answers with several of their decoders in one batch.
+        `adaptation.decoder.generate_together` answers with several of their decoders in one batch.
 
         Args:
             demonstrations: solved examples: question, passages, answer.
@@ -41,7 +41,7 @@ class AdaptableLLM(DecoderLLM):
             ConfigError: there are no demonstrations, or no adaptation, or the decoder runs in a server.
             BundleError: the folder holds nothing for this decoder.
         """
-        from ctx_compress_rag.adaptation.baselines import load_adaptation
+        from ctx_compress_rag.adaptation.predicted import load_adaptation
 
         chosen = adaptation or self.predictor
         if chosen is None:

@@ -17,7 +17,6 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.baselines import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.config import (
     AdaptationRecipe,
     RetrievalAdapterRecipe,
@@ -31,8 +30,8 @@ from ctx_compress_rag.adaptation.objectives.update_predictor import (
     MatchingObjective,
     SolvedContexts,
     SolvedMatchingObjective,
-    TaskObjective,
 )
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.decoder import Decoder
@@ -45,6 +44,8 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.stage import Stage, register
 
 logger = logging.getLogger(__name__)
+
+Objective = Callable[[AdaptiveDecoder, PredictedUpdate], nn.Module]
 
 # Contexts to measure a predictor's scales on: kept ones, which cost nothing, or else ones solved for this.
 _KEPT, _SOLVED_NOW = 64, 16
@@ -138,8 +139,13 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
     )
 
 
-def start_update_predictor(recipe: UpdatePredictorRecipe) -> Job:
-    """The job that trains an update predictor."""
+def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> Job:
+    """The job that trains an update predictor.
+
+    Args:
+        recipe: its settings.
+        objective: what learns from contexts drawn anew; None takes `MatchingObjective`.
+    """
     decoder = open_decoder(recipe)
     episodes, batches = episodes_of(recipe, decoder, recipe.demonstrations), Batches(recipe, decoder)
     base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
@@ -163,12 +169,8 @@ def start_update_predictor(recipe: UpdatePredictorRecipe) -> Job:
     pooled = torch.cat([update.pooled(decoder, contexts) for contexts in first])
     each = [norms(update.target(decoder, contexts).change()) for contexts in first]
     update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
-    objective: nn.Module
-    if recipe.loss == "matching":
-        objective = MatchingObjective(decoder, update, recipe.magnitude_weight)
-    else:
-        objective = TaskObjective(decoder, update)
-    return job(decoder, objective, episodes, batches.contexts, save)
+    objective = objective or partial(MatchingObjective, magnitude_weight=recipe.magnitude_weight)
+    return job(decoder, objective(decoder, update), episodes, batches.contexts, save)
 
 
 def passes(size: int, count: int, seed: int) -> list[int]:

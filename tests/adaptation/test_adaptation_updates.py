@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
-from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
-from ctx_compress_rag.adaptation.adapter import projections
+from ctx_compress_rag.adaptation.adapter import Adapter, projections
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import inner_products, matching_loss, norms, sgd
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -229,7 +231,7 @@ def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Ad
         update = PredictedUpdate.build(base, decoder, PREDICTOR.model_copy(update={"ratio": 8}))
         assert decoder.adapt(at[8], update).adapted.adapter is not None
         first, *_ = at[8]
-        with pytest.raises(ConfigError, match="soft contexts of ratio 8, and demonstration 0 has no passages: give"):
+        with pytest.raises(ConfigError, match="soft contexts of ratio 8, and those of demonstration 0 are text: give"):
             decoder.adapt([replace(first, passages=()), *at[8][1:]], update)
         mixed = replace(first, passages=(first.passages[0], DEMONSTRATIONS[0].passages[1]))
         four = "soft contexts of ratio 4"
@@ -238,11 +240,11 @@ def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Ad
             ([first, *DEMONSTRATIONS[1:]], 1, "text"),
             ([mixed, *at[8][1:]], 0, "text"),
         ):
-            named = f"passages are soft contexts of ratio 8, and demonstration {number} has passages that are {what}"
+            named = f"passages are soft contexts of ratio 8, and those of demonstration {number} are {what}"
             with pytest.raises(ConfigError, match=named):
                 decoder.adapt(demonstrations, update)
         asked = replace(DEMONSTRATIONS[1], question=f"What of {at[4][1].passages[0]}?")
-        with pytest.raises(ConfigError, match=f"passages are text, and demonstration 1 has passages .* {four}"):
+        with pytest.raises(ConfigError, match=f"passages are text, and those of demonstration 1 are .*{four}"):
             reads_text = PredictedUpdate.build(base, decoder, PREDICTOR)
             decoder.adapt([DEMONSTRATIONS[0], asked, DEMONSTRATIONS[2]], reads_text)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.adaptation import Demonstration
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, with_slots
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError

@@ -17,12 +17,13 @@ from benchmarks.__main__ import main
 from benchmarks.adaptation.cost import AdaptationCost, phases
 from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.run import SystemScore, evaluate, verdict
-from benchmarks.adaptation.systems import Recipes, System, mean_over
+from benchmarks.adaptation.systems import Recipes, System, TestTimeSGD, mean_over
 from benchmarks.timing.phases import count_flops
-from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, BaseAdapter, PredictedUpdate, TestTimeSGD
-from ctx_compress_rag.adaptation.baselines import PredictorConfig
+from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData, UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
+from ctx_compress_rag.adaptation.predicted import BaseAdapter, PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling
@@ -55,10 +56,9 @@ def test_shipped_recipes_belong_together() -> None:
             recipes.files
         )  # `ctx-compress train` takes the base first
         assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == 6
-        kinds = sorted((r.stage, getattr(r, "loss", ""), getattr(r, "inner_steps", 0)) for r in recipes.others)  # type: ignore[attr-defined]
+        kinds = sorted((r.stage, getattr(r, "inner_steps", 0)) for r in recipes.others)  # type: ignore[attr-defined]
         assert all(r.data.passages == (5 if where == "rag_gd" else None) for r in (recipes.base, *recipes.others))
-        matching = [("update_predictor", "matching", k) for k in (1, 5, 10)]
-        assert kinds == [("prompt_tuning", "", 0), *matching, ("update_predictor", "task", 5)]
+        assert kinds == [("hypertuning", 5), ("prompt_tuning", 0), *(("update_predictor", k) for k in (1, 5, 10))]
 
 
 def test_recipes_for_smollm2_belong_together() -> None:

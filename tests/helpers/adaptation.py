@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import yaml
 
-import benchmarks.adaptation.prompt_tuning  # noqa: F401 - registers a stage of the recipes below
+import benchmarks.adaptation.hypertuning
+import benchmarks.adaptation.prompt_tuning  # noqa: F401 - they register stages of the recipes below
 from benchmarks.world.task_families import write_families
-from ctx_compress_rag.adaptation import Adapter, AdaptiveDecoder, Demonstration, PredictedUpdate
-from ctx_compress_rag.adaptation.adapter import projections
-from ctx_compress_rag.adaptation.baselines import PredictorConfig
+from ctx_compress_rag.adaptation.adapter import Adapter, projections
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.training.run import run_recipe
 
 DEMONSTRATIONS = [
@@ -103,7 +105,7 @@ def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -
         "prefix": {"stage": "prompt_tuning", "virtual_tokens": 3},
         "k1": predictor | {"inner_steps": 1, "contexts": 3},
         "k2": predictor | {"inner_steps": 2},
-        "task": predictor | {"inner_steps": 1, "loss": "task"},
+        "task": predictor | {"inner_steps": 1, "stage": "hypertuning"},
     }
     (folder / "recipes").mkdir(parents=True)
     files = {}

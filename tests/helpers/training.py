@@ -66,7 +66,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "retrieval_adapter": {"stage": "retrieval_adapter", "rank": 2, "alpha": 4},
     "prompt_tuning": {"stage": "prompt_tuning", "virtual_tokens": 3},
     "update_predictor": PREDICTOR,
-    "update_predictor, task": PREDICTOR | {"loss": "task"},
+    "hypertuning": PREDICTOR | {"stage": "hypertuning"},
 }
 
 
@@ -83,7 +83,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """A recipe of one of STAGES for `decoder`; changes take the place of its keys, and None takes one out."""
     settings = {"output": str(output), "decoder": str(decoder), "data": {"files": [str(decoder / "data.jsonl")]}}
-    if STAGES[stage]["stage"] == "update_predictor":
+    if stage in ("update_predictor", "hypertuning"):
         settings["base"] = str(decoder / "base")
     elif stage not in ("retrieval_adapter", "prompt_tuning"):
         settings["data"]["max_turns"] = 2

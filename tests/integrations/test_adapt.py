@@ -12,8 +12,8 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.runnables import ConfigurableField
 from peft import PeftConfig
 
-from ctx_compress_rag.adaptation import AdaptiveDecoder, BaseAdapter, PredictedUpdate
-from ctx_compress_rag.adaptation.baselines import load_adaptation
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
+from ctx_compress_rag.adaptation.predicted import BaseAdapter, PredictedUpdate, load_adaptation
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.store import marker as markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, save_predictor
@@ -111,7 +111,7 @@ def test_what_cannot_be_adapted_says_why(app: App, predictor: Path, tmp_path: Pa
         llm.adapt([])
     with pytest.raises(ConfigError, match="trained with 3 demonstrations and was given 2"):
         llm.adapt(DEMONSTRATIONS[:2])
-    with pytest.raises(ConfigError, match="are text, and demonstration 0 has"):
+    with pytest.raises(ConfigError, match="are text, and those of demonstration 0 are"):
         llm.adapt(DEMONSTRATIONS, ratio=8)
     with pytest.raises(BundleError, match="no update predictor"):
         app.llm(predictor=tmp_path).adapt(DEMONSTRATIONS)

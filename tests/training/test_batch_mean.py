@@ -13,7 +13,7 @@ from ctx_compress_rag.training.run import run_recipe
 from helpers.processes import run_by
 from helpers.training import saved_weights, write_recipe
 
-LEARNERS = ("retrieval_adapter", "prompt_tuning", "update_predictor", "update_predictor, task")
+LEARNERS = ("retrieval_adapter", "prompt_tuning", "update_predictor", "hypertuning")
 
 
 def _step(folder: Path) -> list[float]:

@@ -1,4 +1,4 @@
-"""Losses of an update predictor: on gradient descent's updates (RAG-GD), or on answers (HyperTuning)."""
+"""The loss of an update predictor, on gradient descent's updates (RAG-GD)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.baselines import PredictedUpdate
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
-from ctx_compress_rag.adaptation.updates import GradientUpdate, answer_losses, matching_loss
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate
+from ctx_compress_rag.adaptation.updates import GradientUpdate, matching_loss
 from ctx_compress_rag.prompt import Prompt
 
 Contexts = list[list[Prompt]]
@@ -80,18 +80,3 @@ class SolvedMatchingObjective(nn.Module):
         """The loss of the contexts with these numbers."""
         pooled, target = self._solved.rows(indices)
         return {"loss": matching_loss(self.predictor(pooled), target, self.magnitude_weight).mean()}
-
-
-class TaskObjective(nn.Module):
-    """The answer loss on a question of the same task, with the predicted update (HyperTuning)."""
-
-    def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.update = update
-        self.predictor = update.predictor
-
-    def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
-        """The loss of a batch: a context's `queries` are answered with its update."""
-        adapter = self.update.base.plus(self.update.predict(self.decoder, contexts))
-        return {"loss": answer_losses(self.decoder, queries, adapter).mean()}

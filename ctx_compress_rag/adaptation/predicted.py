@@ -1,4 +1,4 @@
-"""Ways to follow demonstrations, under one interface: RAG-GD, HyperTuning and TT-SGD (section 5.3)."""
+"""RAG-GD: updates that are predicted from demonstrations (section 5.2), saved and loaded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter
@@ -20,7 +19,7 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd
 from ctx_compress_rag.bundle.decoder import Decoder
-from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
+from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE, read_tensors
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict, explain
@@ -42,29 +41,12 @@ class BaseAdapter(Adaptation):
         return Adapted(self.base)
 
 
-@dataclass(frozen=True, eq=False)
-class TestTimeSGD(Adaptation):
-    """TT-SGD: K steps of gradient descent on the demonstrations, at question time (eq. 8)."""
-
-    __test__ = False  # despite its name, not a test
-
-    base: Adapter
-    steps: int
-    learning_rate: float
-
-    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        update = sgd(decoder, [decoder.rows(demonstrations)], self.base, self.steps, self.learning_rate)
-        return Adapted(update.adapted().row(0))
-
-
 class PredictorConfig(Strict):
     """The contents of a predicted update's config.json.
 
     Attributes:
         format: version of the format.
-        loss: what the predictor was trained on: "matching" is RAG-GD, "task" HyperTuning.
-        inner_steps, inner_learning_rate: K and eta of the gradient descent that it replaces; HyperTuning's
-            first updates have the norms of that descent.
+        inner_steps, inner_learning_rate: K and eta of the gradient descent that it replaces.
         demonstrations: the number it was trained with, and takes.
         fingerprint: `AdaptiveDecoder.fingerprint` of the decoder that it was made for; `build` fills it in.
         ratio: source tokens per slot of the demonstrations' passages; None if they are text.
@@ -73,7 +55,6 @@ class PredictorConfig(Strict):
     """
 
     format: Literal[1] = 1
-    loss: Literal["matching", "task"] = "matching"
     inner_steps: int = Field(gt=0)
     inner_learning_rate: float = Field(gt=0)
     demonstrations: int = Field(gt=0)
@@ -86,10 +67,7 @@ class PredictorConfig(Strict):
 
 @dataclass(frozen=True, eq=False)
 class PredictedUpdate(Adaptation):
-    """RAG-GD: an update predicted from the demonstrations in one forward pass (algorithm 1, phase 2).
-
-    HyperTuning is the same with a predictor that was trained on the answers' loss.
-    """
+    """An update predicted from the demonstrations in one forward pass (algorithm 1, phase 2)."""
 
     base: Adapter
     predictor: UpdatePredictor
@@ -137,11 +115,9 @@ class PredictedUpdate(Adaptation):
             # A marker whose slots cannot be read may have been read as text.
             given = decoder.ratios(demonstration) if row.soft else {None}
             if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
-                bare = not any(map(str.strip, demonstration.passages)) and not row.soft
-                has = "no passages" if bare else f"passages that are {' and '.join(map(_as_read, other))}"
                 raise ConfigError(
-                    f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and "
-                    f"demonstration {number} has {has}: give passages as in training"
+                    f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and those of "
+                    f"demonstration {number} are {' and '.join(map(_as_read, other))}: give passages as in training"
                 )
         return rows
 
@@ -176,14 +152,10 @@ class PredictedUpdate(Adaptation):
             )
         base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)
         made = cls.build(base, decoder, config)
-        state, expected = _read(folder / _WEIGHTS_FILE), made.predictor.state_dict()
-        odd = [n for n in sorted(state.keys() | expected) if n not in state or n not in expected]
-        odd += [n for n in sorted(state.keys() & expected) if state[n].shape != expected[n].shape]
-        if odd:
-            raise BundleError(
-                f"the predictor in {folder} does not fit this decoder and its config, for example {odd[0]}"
-            )
-        made.predictor.load_state_dict(state)
+        try:
+            made.predictor.load_state_dict(read_tensors(folder / _WEIGHTS_FILE))
+        except RuntimeError as error:
+            raise BundleError(f"the predictor in {folder} does not fit this decoder and its config: {error}") from error
         made.predictor.requires_grad_(False)
         return made
 
@@ -212,10 +184,3 @@ def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
 def _as_read(ratio: int | None) -> str:
     """How demonstrations' passages are read, in words."""
     return "text" if ratio is None else f"soft contexts of ratio {ratio}"
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise BundleError(f"{path} is missing or damaged ({error})") from error

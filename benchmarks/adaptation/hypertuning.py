@@ -1,0 +1,43 @@
+"""HyperTuning, a baseline of section 5.3: the predictor is trained on answers, not on gradient descent's updates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
+from ctx_compress_rag.adaptation.objectives.update_predictor import Contexts
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate
+from ctx_compress_rag.adaptation.stages import start_update_predictor
+from ctx_compress_rag.adaptation.updates import answer_losses
+from ctx_compress_rag.training.stage import Stage, register
+
+
+class HyperTuningRecipe(UpdatePredictorRecipe):
+    """Train the predictor on the answers to further questions.
+
+    Its first updates have the norms of gradient descent's, so `inner_steps` and `inner_learning_rate` count here, too.
+    """
+
+    stage: Literal["hypertuning"]  # type: ignore[assignment]
+    contexts: None = None
+
+
+class TaskObjective(nn.Module):
+    """The answer loss on a question of the same task, with the predicted update."""
+
+    def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.update = update
+        self.predictor = update.predictor
+
+    def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
+        """The loss of a batch: a context's `queries` are answered with its update."""
+        adapter = self.update.base.plus(self.update.predict(self.decoder, contexts))
+        return {"loss": answer_losses(self.decoder, queries, adapter).mean()}
+
+
+register(Stage(HyperTuningRecipe, lambda recipe: start_update_predictor(recipe, TaskObjective)))
