@@ -1,4 +1,4 @@
-"""What the report of a comparison says of scores: intervals, methods shown, orderings."""
+"""What the report of a comparison says of scores: intervals, methods shown, orderings; and its control."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.compare.config import Comparison
-from benchmarks.compare.report import methods_shown, orderings, read_report, table
+from benchmarks.compare.control import with_other_passages
+from benchmarks.compare.report import methods_shown, orderings, read_report
 from benchmarks.scoring.paired import paired_difference
+from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation.questions import Question
 
 ENTRY = {"note": "", "method": {"name": "mean_pooling"}, "stages": [{"share": 1, "stage": "answer"}]}
 
@@ -127,10 +132,29 @@ def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:
         assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")
 
 
-def test_a_context_off_its_ratio_is_marked(tmp_path: Path) -> None:
-    """64 tokens of text: 8 slots are 8x, as the tokens that truncation keeps; 10 are 6.4x."""
-    folder = written(tmp_path, {"pooled": {8: [0.5, 1.0] * 20}})
-    assert "[" not in table(read_report(comparison(), folder)).splitlines()[-1]
-    result = folder / "results" / "pooled.json"
-    result.write_text(result.read_text().replace('"prompt_tokens": 18.0', '"prompt_tokens": 20.0'))
-    assert "[6.4x]" in table(read_report(comparison(), folder)).splitlines()[-1]
+# The control: questions with the passages of others
+
+PASSAGES = ("Anna was born in Bonn.", "Bert lives in Rome.", "The Anna sails to Bonn.", "Carl met Anna.")
+QUESTIONS = st.builds(
+    Question,
+    st.lists(st.sampled_from(PASSAGES), min_size=1, max_size=2, unique=True).map(tuple),
+    st.sampled_from(("Where?", "Who?")),
+    st.lists(st.sampled_from(("Bonn", "Rome", "Carl")), min_size=1, max_size=2, unique=True).map(tuple),
+)
+
+
+@given(st.lists(QUESTIONS, min_size=1, max_size=6))
+def test_other_passages_are_real_ones_without_the_answer(questions: list[Question]) -> None:
+    def other(own: Question, q: Question) -> bool:
+        apart = not set(own.passages) & set(q.passages)
+        return apart and not any(answer in " ".join(q.passages) for answer in own.answers)
+
+    possible = all(any(other(own, q) for q in questions) for own in questions)
+    if not possible:
+        with pytest.raises(DataError, match="no question has passages that do not answer"):
+            with_other_passages(questions)
+        return
+    moved = with_other_passages(questions)
+    assert [(q.question, q.answers) for q in moved] == [(q.question, q.answers) for q in questions]
+    for own, q in zip(questions, moved, strict=True):
+        assert any(q.passages == there.passages and other(own, there) for there in questions)

@@ -11,11 +11,7 @@ import pytest
 from benchmarks.timing.cost import measure
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.evaluation.answering import (
-    FULL,
-    SOFT,
-    prompt_of,
-)
+from ctx_compress_rag.evaluation.answering import FULL, SOFT, prompt_of
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore

@@ -95,14 +95,6 @@ def news(folder: Path, source: str = "test.src.cleaned", target: str = "test.tgt
     return folder / source
 
 
-def popqa(folder: Path) -> Path:
-    with (folder / "popQA.tsv").open("w", newline="") as out:
-        table = csv.writer(out, delimiter="\t")
-        table.writerow(["id", "subj", "prop", "obj", "question", "possible_answers"])
-        table.writerow(["4", "Brenmoor", "built", "1874", "When?", '["1874", "MD"]'])
-    return folder / "popQA.tsv"
-
-
 # For each set: the file, and what its first question becomes: question, answers, passages, evidence.
 WIKI_PASSAGES = ("Brenmoor Light\n" + TEXT, "Ada Quill\nBorn 1840.")
 WIKI_ROW = ("Who drew it?", ("Ada Quill",), WIKI_PASSAGES, ("Ada Quill drew it.", "Born 1840."))
@@ -202,20 +194,16 @@ def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    (tmp_path / "text.jsonl.gz").write_text("{}")
     other = lines(tmp_path / "other.jsonl", {"question": "?"})
     bare = lines(tmp_path / "nq.jsonl", {"question": "When?", "answer": ["1874"]})
     for name, file, said in (
         ("squid", None, "no data set 'squid': choose from squad, "),
         ("hotpotqa", tmp_path / "gone.json", r"no data file at .*gone\.json"),
         ("musique", other, "not in the form of musique .*paragraphs"),
-        ("mrqa", tmp_path / "text.jsonl.gz", "not in the form of mrqa .*gzip"),
-        ("popqa", popqa(tmp_path), "questions and no passages: retrieve some first"),
         ("nq", bare, "questions and no passages: retrieve some first"),
     ):
         with pytest.raises(DataError, match=said):
-            convert(name, file, out)
+            convert(name, file, tmp_path / "out.jsonl")
     assert not list(tmp_path.glob("out*"))
 
 

@@ -17,9 +17,7 @@ from benchmarks.__main__ import main
 from benchmarks.pictures.allocation import allocation
 from benchmarks.pictures.inspect import inspect
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.errors import ConfigError, RatioError
 from helpers.comprexit import comprexit_bundle
-from helpers.models import widen
 
 TEXT = "Orla Drumwell was born in Pellmouth.\nShe paid $5 or $6 for three books about the northern coast."
 
@@ -103,34 +101,3 @@ def test_slots_are_compared_as_numpy_does_it() -> None:
     same = allocation(torch.rand(9, 1).expand(9, 4))
     assert apart.effective_rank == pytest.approx(6) and same.effective_rank == pytest.approx(1, abs=1e-4)
     assert same.overlap == pytest.approx(1) and allocation(torch.rand(3, 1)).overlap is None
-
-
-def test_attention_is_that_of_the_decoder_reading_tokens_after_the_text(
-    make_tiny_bundle: Callable[..., Bundle], tmp_path: Path
-) -> None:
-    """Causal compression tokens are plain ones to transformers; its own weights, on average, and slots as before."""
-    frozen = {"mode": "frozen"}
-    bundle = make_tiny_bundle(name="compression_tokens", attention="causal", encoder=frozen, decoder=frozen)
-    widen(bundle.backbone.model, std=0.3)
-    model, [before] = bundle.backbone.model, bundle.compress([TEXT])
-    inspect(bundle, [TEXT], tmp_path, 4)
-    assert torch.equal(bundle.compress([TEXT])[0].slots, before.slots)
-    ids = bundle.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    tokens = bundle.compressor.token.detach().expand(1, before.n_slots, -1)
-    embedded = torch.cat([model.get_input_embeddings()(torch.tensor([ids])), tokens], dim=1)
-    alone = type(model)._from_config(model.config, attn_implementation="eager")
-    alone.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        layers = alone.eval()(inputs_embeds=embedded, output_attentions=True).attentions
-    expected = torch.stack([layer[0, :, -before.n_slots :, : len(ids)] for layer in layers]).mean((0, 1))
-    found = torch.tensor(json.loads((tmp_path / "allocation.json").read_text(encoding="utf-8"))["attention"])
-    torch.testing.assert_close(found, (expected / expected.sum(1, keepdim=True)).T, atol=1e-5, rtol=1e-4)
-
-
-def test_what_cannot_be_drawn_is_said(make: Callable[..., Bundle], tiny_bundle: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="method 'mean_pooling' has no pictures: give a bundle of .*comprexit"):
-        inspect(tiny_bundle, [TEXT], tmp_path)
-    with pytest.raises(ConfigError, match="blank"):
-        inspect(make(), [TEXT, ""], tmp_path)
-    with pytest.raises(RatioError, match="ratio 3 does not divide the encoder's window of 64"):
-        inspect(make(), [TEXT], tmp_path, 3)

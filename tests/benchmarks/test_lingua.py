@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,9 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    BertConfig,
-    BertForTokenClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertConfig, BertForTokenClassification, PreTrainedTokenizerFast
 
 from benchmarks.scoring.lingua import LLMLingua2
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.baselines import count
 
 PASSAGES = [
@@ -26,18 +22,6 @@ PASSAGES = [
     "Pell lies inland and trades in salt, which is sold at the market of Kessmar on the first day of the month.",
 ]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "num_labels": 2}
-
-
-def bert(folder: Path) -> None:
-    special = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=[*special.values()], show_progress=False)
-    tokenizer.train_from_iterator(PASSAGES, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    shape = BertConfig(vocab_size=tokenizer.get_vocab_size(), initializer_range=0.5, **SHAPE)
-    BertForTokenClassification(shape).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,17 +38,20 @@ def counting_tokenizer() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-bert-base-multilingual-cased"
+    special = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=[*special.values()], show_progress=False)
+    tokenizer.train_from_iterator(PASSAGES, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     torch.manual_seed(0)
-    bert(folder)
+    shape = BertConfig(vocab_size=tokenizer.get_vocab_size(), initializer_range=0.5, **SHAPE)
+    BertForTokenClassification(shape).save_pretrained(folder)
     return folder
 
 
-def in_order(part: list[str], whole: list[str]) -> bool:
-    left = iter(whole)
-    return all(word in left for word in part)
-
-
-@pytest.mark.parametrize("budget", [0, 1, 2, 5, 10, 20, 40, 10_000])
+@pytest.mark.parametrize("budget", [0, 1, 5, 20, 10_000])
 def test_the_budget_is_spent_on_the_passages_own_words(bert_folder: Path, tiny_tokenizer: Any, budget: int) -> None:
     kept = LLMLingua2(str(bert_folder)).shorten(PASSAGES, tiny_tokenizer, budget)
     spent = sum(count(text, tiny_tokenizer) for text in kept)
@@ -73,16 +60,8 @@ def test_the_budget_is_spent_on_the_passages_own_words(bert_folder: Path, tiny_t
         assert kept == PASSAGES
         return
     assert spent >= 0.75 * budget - 2
-    words = pre_tokenizers.BertPreTokenizer()
     for text, passage in zip(kept, PASSAGES, strict=True):
-        own = [word for word, _ in words.pre_tokenize_str(passage)]
-        said = [word for word, _ in words.pre_tokenize_str(text)]
+        left = iter(re.findall(r"\w+", passage))
+        *whole, last = re.findall(r"\w+", text) or [""]
         # A budget may end within a word, which is then its passage's last.
-        assert in_order(said, own) or (in_order(said[:-1], own) and any(word.startswith(said[-1]) for word in own))
-
-
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'my-model'"):
-        LLMLingua2("my-model")
-    with pytest.raises(ConfigError, match="xlm-roberta-large' cannot be loaded"):
-        LLMLingua2(str(tmp_path / "xlm-roberta-large"))
+        assert all(word in left for word in whole) and any(word.startswith(last) for word in [*left, ""])

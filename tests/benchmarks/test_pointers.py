@@ -17,15 +17,9 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.prompts import PromptBuilder
 
-SHAPE: dict[str, Any] = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+SHAPE: dict[str, Any] = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3)
+SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+TARGETS = [(0, 10, 3, 5), (1, 19, 0, 0), (2, 7, 6, 7), (0, 4, 4, 4)]
 
 
 @pytest.mark.parametrize(("model_class", "config"), [(LlamaForCausalLM, LlamaConfig), (Qwen3ForCausalLM, Qwen3Config)])
@@ -34,7 +28,7 @@ def test_the_loss_is_that_of_the_attention_maps(model_class: Any, config: Any) -
     torch.manual_seed(0)
     model = model_class(config(**SHAPE)).eval()
     ids = torch.randint(0, 64, (3, 20))
-    pointers = Pointers.of([(0, 10, 3, 5), (1, 19, 0, 0), (2, 7, 6, 7), (0, 4, 4, 4)])
+    pointers = Pointers.of(TARGETS)
     heads = PointingHeads(model, (0, 2))
     with heads.watching():
         model(input_ids=ids, use_cache=False)
@@ -45,24 +39,19 @@ def test_the_loss_is_that_of_the_attention_maps(model_class: Any, config: Any) -
     for which, layer in enumerate((0, 2)):
         seen = [
             -math.log(maps[layer][row, 0, position, first : last + 1].sum().item())
-            for row, position, first, last in [(0, 10, 3, 5), (1, 19, 0, 0), (2, 7, 6, 7), (0, 4, 4, 4)]
+            for row, position, first, last in TARGETS
         ]
         assert losses[which] == pytest.approx(sum(seen) / 4, rel=1e-4)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("spaced", [False, True], ids=["plain", "a space put before texts"])
-def test_tokens_point_to_the_name_and_the_fact_of_the_question(
-    tiny_tokenizer: Any, template: str, spaced: bool
-) -> None:
+def test_tokens_point_to_the_name_and_the_fact_of_the_question(template: str) -> None:
     """Whatever is pointed to decodes to the subject's name, or to the answer's token inside the right passage.
 
-    With the demo's own tokenizer, too, which puts a space before a text: a passage's first word is then other
-    tokens inside a prompt.
+    The demo's tokenizer puts a space before a text: a passage's first word is then other tokens inside a prompt.
     """
-    if spaced:
-        tiny_tokenizer = Bundle.from_pretrained(DEMO).backbone.tokenizer
-    builder = PromptBuilder(tiny_tokenizer)
+    tokenizer = Bundle.from_pretrained(DEMO).backbone.tokenizer
+    builder = PromptBuilder(tokenizer)
     named = 0
     for example in world_examples("train", 77, 24, 12, [1, 2, 4]):
         prompt, names, copies = pointers_of(builder, example, template)
@@ -70,7 +59,7 @@ def test_tokens_point_to_the_name_and_the_fact_of_the_question(
         assert torch.equal(ids, text.ids()) and torch.equal(prompt.answers, text.answers)
         subjects = {turn.subject for turn in example.turns if turn.subject}
         for position, first, last in names:
-            assert last < position and tiny_tokenizer.decode(ids[first : last + 1]).strip() in subjects
+            assert last < position and tokenizer.decode(ids[first : last + 1]).strip() in subjects
         for position, first, last in copies:
             assert first == last < position
             # What stands after the position is an answer's token, and is what the position copies.

@@ -1,15 +1,22 @@
-"""The speed measurements: what they count is right, and what they time is what is named; how long it takes is not."""
+"""The speed measurements: what they count is right, and what they time is what is named, or refused by name."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.timing.speed import first_token, indexing_speed
+from benchmarks.__main__ import main
+from benchmarks.timing.concurrency import concurrency
+from benchmarks.timing.speed import first_token, indexing_speed, random_bundle
 from benchmarks.timing.training_speed import training_speed
+from benchmarks.world import BUNDLE
 from benchmarks.world.world import World
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.generation import Sampling
 
 
 def test_indexing_counts_passages_tokens_and_bytes(tiny_bundle: Any, tmp_path: Path) -> None:
@@ -39,6 +46,32 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
         assert first.share == pytest.approx(first.soft_tokens / first.text_tokens / first.ratio)
         assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
     assert list(found) == [4, 16] and found[16].soft_tokens < found[4].soft_tokens
+
+
+def test_figures_fit_the_time_that_all_took(talkative: Any) -> None:
+    decoder, prompts = TransformersDecoder(talkative), ["Who?", "What is it?", "Where?"]
+    made = [answer.completion_tokens for answer in decoder.generate(prompts, Sampling(12))]
+    began = time.perf_counter()
+    found = concurrency(decoder, prompts, new_tokens=12, rounds=1)
+    elapsed = time.perf_counter() - began
+    assert found.callers == 3
+    # Each rate's tokens were made in a part of the time: over all of it they would be fewer a second.
+    assert min(found.batch_rate, found.stream_rate) > sum(made) / elapsed
+    assert found.turns_rate > made[0] / elapsed
+    assert 0 < found.first_seconds < elapsed and found.alone > 0
+    assert found.last_first >= 1
+
+
+def test_a_text_that_cannot_be_timed_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    for command, name in (("time-index", "empty.txt"), ("time-training", "missing.txt")):
+        assert main([command, str(tmp_path / name)]) == 2
+        assert name in capsys.readouterr().err
+
+
+def test_the_decoder_that_is_timed_reads_every_token_of_the_bundle() -> None:
+    tokenizer = Bundle.from_pretrained(BUNDLE).tokenizer
+    assert random_bundle(tokenizer).backbone.embeddings.weight.shape[0] >= len(tokenizer)
 
 
 @pytest.mark.slow

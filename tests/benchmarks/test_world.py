@@ -1,10 +1,18 @@
-"""The invented world."""
+"""The invented world and its task families: what they ask, and that training never has a test's."""
 
 from __future__ import annotations
 
+import random
+import re
+from collections import Counter
+from itertools import product
+from pathlib import Path
 from typing import Any
 
-from benchmarks.world.world import World
+from benchmarks.world import wording
+from benchmarks.world.task_families import ENDS, FAMILIES, MARKS, draw, families, write_families
+from benchmarks.world.world import World, split_of
+from ctx_compress_rag.data.examples import read_jsonl
 
 
 def test_splits_of_the_world_share_no_name() -> None:
@@ -18,3 +26,32 @@ def test_splits_of_the_world_share_no_name() -> None:
     train, dev, test = roots("train"), roots("dev"), roots("test")
     assert not train & test and not train & dev and not dev & test
     assert min(len(train), len(dev), len(test)) > 50
+
+
+def test_every_family_is_in_one_split_and_every_word_is_trained() -> None:
+    by_split = {split: families(split) for split in ("train", "dev", "test")}  # type: ignore[arg-type]
+    assert {split: len(each) for split, each in by_split.items()} == {"train": 224, "dev": 16, "test": 16}
+    assert sorted(f.name for each in by_split.values() for f in each) == sorted(f.name for f in FAMILIES)
+    assert {(f.mark, f.end) for f in FAMILIES} == set(product(MARKS, ENDS))
+    for split, times in (("train", 14), ("dev", 1), ("test", 1)):
+        words = Counter(word for f in by_split[split] for word in (f.mark, f.end))
+        assert words == dict.fromkeys((*MARKS, *ENDS), times)
+
+
+def test_the_answer_is_a_fact_of_the_passage_and_the_code_words_follow() -> None:
+    for seed, family in enumerate(FAMILIES):
+        drawn = draw(family, "train", random.Random(seed))
+        value, ending = drawn.answer.rsplit(" in ", 1)
+        assert ending == family.name
+        whole = re.compile(rf"\b{re.escape(value)}\b")
+        assert whole.search(drawn.passages[0]) and not whole.search(drawn.question)
+
+
+def test_written_families_have_names_of_their_split_alone(tmp_path: Path) -> None:
+    compounds = {head + tail for heads, tails in wording.COMPOUNDS for head in heads for tail in tails}
+    assert write_families(tmp_path, "test", 4) == 16
+    for file in tmp_path.iterdir():
+        for example in read_jsonl(file):
+            words = {word.strip(".?,") for word in example.passages[0].split()}
+            assert {split_of(word) for word in words & compounds} == {"test"}
+            assert example.turns[0].answers[0].endswith(file.stem.replace("_", " "))
