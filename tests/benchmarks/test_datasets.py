@@ -13,7 +13,6 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.datasets.published import SETS, convert
 from ctx_compress_rag.data.examples import read_jsonl
-from ctx_compress_rag.errors import DataError
 
 TEXT = "Brenmoor Light was built in 1874. Ada Quill drew it."
 PAGES = [
@@ -189,29 +188,3 @@ def test_one_split_of_a_file_with_all_is_written(tmp_path: Path) -> None:
     file, out = narrative(tmp_path), tmp_path / "out.jsonl"
     assert convert("narrativeqa", file, out, split="test") == 1
     assert written(tmp_path) == [("When was it built?", ("1874", "In 1874."), (TEXT,), ())]
-    with pytest.raises(DataError, match="no question with an answer in the split 'dev'"):
-        convert("narrativeqa", file, out, split="dev")
-
-
-def test_what_cannot_be_converted_is_said(tmp_path: Path) -> None:
-    other = lines(tmp_path / "other.jsonl", {"question": "?"})
-    bare = lines(tmp_path / "nq.jsonl", {"question": "When?", "answer": ["1874"]})
-    for name, file, said in (
-        ("squid", None, "no data set 'squid': choose from squad, "),
-        ("hotpotqa", tmp_path / "gone.json", r"no data file at .*gone\.json"),
-        ("musique", other, "not in the form of musique .*paragraphs"),
-        ("nq", bare, "questions and no passages: retrieve some first"),
-    ):
-        with pytest.raises(DataError, match=said):
-            convert(name, file, tmp_path / "out.jsonl")
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_a_question_without_a_passage_leaves_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In TriviaQA a page of the evidence may not be there, and DPR has found nothing for some questions."""
-    bare = {"question": "Who?", "answers": ["Ada"], "positive_ctxs": []}
-    row = bare | {"positive_ctxs": CTXS}
-    file = lines(tmp_path / "nq.jsonl", bare, row, bare, row)
-    assert convert("nq", file, tmp_path / "out.jsonl") == 2
-    assert [passages for _, _, passages, _ in written(tmp_path)] == [JOINED, JOINED]
-    assert "2 questions have no passages and are left out" in caplog.text

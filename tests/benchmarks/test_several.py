@@ -1,4 +1,4 @@
-"""Several passages: prompts, the loss on attention, mixed weights and thresholds, against plain computations."""
+"""Several passages: prompts, the loss on attention, and thresholds, against plain computations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import torch
 
 from benchmarks.scoring.confidence import Sure, best_threshold
 from benchmarks.several import losses
-from benchmarks.several.mix import mix
 from benchmarks.several.neighbors import NEAREST, among_neighbors
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.text.answers import mentions_answer
 from ctx_compress_rag.text.passage_vectors import passage_vectors
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipe import load_recipe
 from helpers.models import draw_lora, tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -86,15 +84,6 @@ def test_evidence_has_less_loss_the_more_attention_its_slots_get(
         assert looks().mean() < before.mean()
 
 
-def test_mixed_weights_lie_between(make_tiny_bundle: Callable[..., Any]) -> None:
-    start, trained = make_tiny_bundle(), make_tiny_bundle()
-    draw_lora(trained.backbone.model)
-    first = [p.clone() for p in start.reader.trained_parameters()]
-    second = [p.clone() for p in trained.reader.trained_parameters()]
-    for a, b, mixed in zip(first, second, mix(start, trained, 0.25).reader.trained_parameters(), strict=True):
-        torch.testing.assert_close(mixed, 0.75 * a + 0.25 * b)
-
-
 def test_no_threshold_scores_higher_than_the_best() -> None:
     draw = random.Random(0)
     for _ in range(50):
@@ -104,8 +93,3 @@ def test_no_threshold_scores_higher_than_the_best() -> None:
             declining = [a.logprob < threshold for a in answers]
             scores = [float(not a.answerable) if d else a.f1 for d, a in zip(declining, answers, strict=True)]
             assert sum(scores) <= best + 1e-9
-
-
-def test_the_recipe_continues_from_the_shipped_bundle() -> None:
-    recipe: Any = load_recipe(ROOT / "benchmarks/several/recipe.yaml")
-    assert (recipe.bundle / "config.json").is_file()

@@ -45,11 +45,15 @@ DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
 }
 
 
-def spoil(folder: Path, id: str, name: str) -> None:
-    raw = chromadb.PersistentClient(folder).get_collection("passages-ctx", embedding_function=None)
-    key = record_id(id, "default")
-    row = dict(raw.get(ids=[key])["metadatas"][0])
-    raw.update(ids=[key], metadatas=[DAMAGE[name](row, row)])
+def records(folder: Path) -> chromadb.Collection:
+    return chromadb.PersistentClient(folder).get_collection("passages-ctx", embedding_function=None)
+
+
+def spoil(folder: Path, name: str) -> None:
+    """Damage the record of p1, perhaps with what is in that of p0."""
+    raw, keys = records(folder), [record_id(id, "default") for id in ("p0", "p1")]
+    other, row = (dict(raw.get(ids=[key])["metadatas"][0]) for key in keys)
+    raw.update(ids=keys[1:], metadatas=[DAMAGE[name](row, other)])
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -58,10 +62,7 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
     with SoftContextStore(tmp_path, bundle, key=KEY) as store:
         add(store, 3)
         markers = [store.split(marker)[0] for marker in store.markers(["p0", "p1", "p2"], 4)]
-        raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
-        keys = [record_id(id, "default") for id in ("p0", "p1")]
-        other, row = (dict(raw.get(ids=[key])["metadatas"][0]) for key in keys)
-        raw.update(ids=keys[1:], metadatas=[DAMAGE[name](row, other)])
+        spoil(tmp_path, name)
         if name in ("a payload cut short", "another passage's payload"):  # the text is still good
             assert store.get_passages(["p1"])[0].text == passage(1)
         reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.fetch(markers[:2])]
@@ -80,9 +81,8 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
 def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
         add(store, 1)
-        raw = chromadb.PersistentClient(tmp_path).get_collection("passages-ctx", embedding_function=None)
         bomb = base64.b64encode(zlib.compress(b"a" * (100 << 20), 9)).decode()
-        raw.update(ids=[record_id("p0", "default")], metadatas=[{"text": bomb}])
+        records(tmp_path).update(ids=[record_id("p0", "default")], metadatas=[{"text": bomb}])
         with pytest.raises(PayloadError, match="unpacks to more than 16,777,216 bytes"):
             store.get_passages(["p0"])
 
@@ -92,7 +92,7 @@ def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> Non
     bundle = WordBundle()
     with SoftContextStore(tmp_path, bundle, key=KEY) as store:
         store.add([Passage(passage(i), f"p{i}", {"page": i}) for i in range(3)], progress=False)
-        spoil(tmp_path, "p1", "zero slots of a right checksum")
+        spoil(tmp_path, "zero slots of a right checksum")
         texts = [passage(i) for i in range(3)]
         with pytest.raises(PayloadError, match="'p1' is damaged"):
             mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="error")
@@ -109,7 +109,7 @@ def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> Non
 def test_a_broken_signature_costs_its_own_passage_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
         add(store, 3)
-        spoil(tmp_path, "p1", "more tokens")
+        spoil(tmp_path, "more tokens")
         texts = [passage(i) for i in range(3)]
         shown = mark(store, texts, ["p0", "p1", "p2"])
         assert [text.startswith("[[ctx:") for text in shown] == [True, False, True] and shown[1] == passage(1)

@@ -12,11 +12,13 @@ from typing import Any
 import chromadb
 import numpy as np
 import pytest
+from langchain_chroma import Chroma
 
-from ctx_compress_rag.errors import ConfigError, RatioError, StoreWriteError
+from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import Passage, SoftContextStore, SyncReport
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
+from helpers.langchain import WordEmbeddings
 from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"
@@ -44,8 +46,26 @@ def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: Wo
     assert sorted(store.ids()) == sorted(id for id in app.get()["ids"] if id != "empty")
     assert_same(store.get(["p2"])[0], bundle.at("a text that changed", 4))
     assert store.ids("tenant") == ["p1"]
-    with pytest.raises(ConfigError, match="not a chromadb.Collection"):
-        store.sync("app")  # type: ignore[arg-type]
+
+
+def test_beside_langchain_chroma_at_a_relative_path(
+    tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    vectors = Chroma("docs", WordEmbeddings(), persist_directory="./chroma")
+    ids = vectors.add_texts([passage(0), passage(1)], [{"source": "0.txt"}, {"source": "1.txt"}])
+    with SoftContextStore("./chroma", bundle, collection="docs") as store:
+        for hit in vectors.similarity_search(passage(0), k=2):
+            store.add([hit], progress=False)
+            assert hit.metadata.keys() == {"source"}  # no payload travels with the app's hits
+            assert_same(store.get([hit.id])[0], bundle.at(hit.page_content, 4))
+        vectors.delete([ids[1]])
+        assert len(vectors.get()["ids"]) == 1 and len(store) == 2
+        # Both are called Chroma: the message says which one it is, and which is needed.
+        with pytest.raises(ConfigError, match=r"langchain_chroma\S*Chroma is not a chromadb.Collection: give client"):
+            store.sync(vectors)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"got Chroma: .* give its chromadb collection"):
+            store.add(vectors)  # type: ignore[arg-type]
 
 
 def test_sync_deletes_nothing_if_it_gets_the_soft_contexts_themselves(store: SoftContextStore, tmp_path: Path) -> None:
@@ -70,19 +90,6 @@ def test_sync_keeps_what_is_added_while_it_compresses(tmp_path: Path, app: Any) 
         assert "late" in store.ids() and "old" not in store.ids()
 
 
-@pytest.mark.parametrize("ratio", [0, -4, 3, 10**9])
-def test_an_impossible_ratio_is_refused_at_opening(tmp_path: Path, bundle: WordBundle, ratio: int) -> None:
-    with pytest.raises(RatioError, match=f"ratio {ratio} does not divide"):
-        SoftContextStore(tmp_path / "store", bundle, ratio=ratio)
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named(bundle: WordBundle, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(StoreWriteError, match="cannot make the folder"):
-        add(SoftContextStore(tmp_path / "file" / "store", bundle, key=KEY), 1)
-
-
 def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, bundle: WordBundle) -> None:
     with pytest.raises(ConfigError, match=r"'big' has 5,000,000 characters.*cut it into passages"):
         store.add(["fine", "word " * 1_000_000], ["small", "big"], progress=False)
@@ -100,11 +107,13 @@ def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, 
         {"collection": "x" * 600},
         {"ratio": True},
         {"ratio": "sixteen"},
+        {"ratio": 0},
+        {"ratio": 3},
         {"key": "a str of sixteen characters"},
     ],
 )
 def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}(=| is bytes)"):
+    with pytest.raises((ConfigError, RatioError), match=f"{next(iter(wrong))}(=| is bytes| . does not divide)"):
         SoftContextStore(tmp_path / "new", WordBundle(), **wrong)
     assert not (tmp_path / "new").exists()
 
@@ -157,9 +166,7 @@ def test_ids_that_are_none_are_refused_everywhere(store: SoftContextStore, ids: 
 
 def test_ids_may_come_from_an_iterator(store: SoftContextStore) -> None:
     add(store, 2)
-    names = ["p1", "p0"]
-    assert [soft is not None for soft in store.get(iter(names))] == [True, True]  # type: ignore[arg-type]
-    assert [each.id for each in store.get_passages(iter(names)) if each] == names  # type: ignore[arg-type]
-    assert len(store.markers(iter(names), 4)) == 2  # type: ignore[arg-type]
-    assert store.has([passage(1), passage(0)], iter(names)) == [True, True]  # type: ignore[arg-type]
-    assert store.delete(iter(names)) == 2  # type: ignore[arg-type]
+    names: Any = ["p1", "p0"]
+    assert all(store.get(iter(names)))
+    assert store.has([passage(1), passage(0)], iter(names)) == [True, True]
+    assert store.delete(iter(names)) == 2

@@ -7,66 +7,58 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from typing import Any
 
 import chromadb
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ctx_compress_rag.errors import CtxCompressError, MissingPassageError, StoreError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.scope import record_id
 from helpers.server import chroma_server
+from helpers.serving import listening
 from helpers.store import WordBundle, add, passage
 
 KEY = b"sixteen bytes or more"
 Change = Callable[[str, Any], Any]
 
 
-class Liar(ThreadingHTTPServer):
+@dataclass
+class Liar:
     """A proxy to a Chroma server that changes the answers to requests about collections."""
 
-    daemon_threads = True
+    upstream: httpx.Client
+    change: Change | None = None
+    port: int = 0
 
-    def __init__(self, port: int) -> None:
-        self.change: Change | None = None
-        self.upstream = httpx.Client(base_url=f"http://127.0.0.1:{port}")
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Liar
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        headers = {"content-type": "application/json"} if body else {}
-        answer = self.server.upstream.request(self.command, self.path, content=body, headers=headers)
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        body, headers = await request.body(), {"content-type": "application/json"}
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        answer = self.upstream.request(request.method, path, content=body, headers=headers if body else {})
         content = answer.content
-        if self.server.change is not None and "/collections" in self.path:
-            content = json.dumps(self.server.change(self.path, answer.json())).encode()
-        self.send_response(answer.status_code)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_POST = do_PUT = do_DELETE = do_GET
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        if self.change is not None and "/collections" in path:
+            content = json.dumps(self.change(path, answer.json())).encode()
+        await Response(content, answer.status_code, headers)(scope, receive, send)
 
 
 @pytest.fixture(scope="module")
 def liar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liar]:
-    with chroma_server(tmp_path_factory.mktemp("server")) as port, Liar(port) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        yield proxy
-        proxy.shutdown()
+    with (
+        chroma_server(tmp_path_factory.mktemp("server")) as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}") as upstream,
+        listening(made := Liar(upstream)) as address,
+    ):
+        made.port = int(address.rpartition(":")[2])
+        yield made
 
 
 def opened(liar: Liar, name: str, **options: Any) -> SoftContextStore:
-    client = chromadb.HttpClient("127.0.0.1", liar.server_port)
+    client = chromadb.HttpClient("127.0.0.1", liar.port)
     return SoftContextStore(client, WordBundle(), collection=name, key=KEY, **options)
 
 
@@ -124,7 +116,7 @@ def test_an_odd_answer_is_the_librarys_own_error_with_the_address(
             call()
         except CtxCompressError as error:
             raised += 1
-            assert not isinstance(error, StoreError) or str(liar.server_port) in str(error), error
+            assert not isinstance(error, StoreError) or str(liar.port) in str(error), error
     assert raised >= len(calls) // 3
     liar.change = None
     assert len(store) == 12 and store.damaged() == []
@@ -134,7 +126,7 @@ def test_records_that_were_not_asked_for_are_neither_used_nor_deleted(liar: Liar
     """The server answers every `get` with the records of another collection, of the same bundle and key."""
     other = opened(liar, "other")
     add(other, 12, start=100)
-    theirs = chromadb.HttpClient("127.0.0.1", liar.server_port).get_collection("other-ctx", embedding_function=None)
+    theirs = chromadb.HttpClient("127.0.0.1", liar.port).get_collection("other-ctx", embedding_function=None)
     everything: Any = theirs.get(include=["metadatas"])
 
     def change(path: str, answer: Any) -> Any:
@@ -165,7 +157,7 @@ def test_a_server_that_never_answers_is_given_up(liar: Liar) -> None:
 
     liar.change = change
     began = time.monotonic()
-    with pytest.raises(StoreError, match=f"{liar.server_port} has not answered.*read_timeout"):
+    with pytest.raises(StoreError, match=f"{liar.port} has not answered.*read_timeout"):
         store.get(["p0"])
     assert time.monotonic() - began < 10
     liar.change = None

@@ -105,9 +105,6 @@ def test_a_reader_waits_for_the_write_in_progress(tmp_path: Path, bundle: WordBu
         assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
 
 
-"""The beginning of a program of a user whom files and folder do not belong to."""
-
-
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="needs a second user")
 @pytest.mark.parametrize("folder", ["chroma", "new/newer"])
 def test_what_this_user_may_not_write_to_is_refused_with_the_way_out(bundle: WordBundle, folder: str) -> None:
