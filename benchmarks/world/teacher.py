@@ -29,6 +29,7 @@ class PointingTeacherRecipe(Recipe):
 
     Attributes:
         decoder: its folder.
+        context_loss_weight: weight of a token that is not in an answer in the next-token loss.
         weight: of the loss on attention.
         name_layer, copy_layer: the layers whose first head is trained, counted from 0.
     """
@@ -51,8 +52,8 @@ class PointingLoss(AnswerLoss):
     """The answer loss, plus `weight` times the loss on what two heads attend to."""
 
     def __init__(self, decoder: nn.Module, context_weight: float, heads: PointingHeads, weight: float) -> None:
-        super().__init__(decoder, context_weight)
-        self.heads, self.weight = heads, weight
+        super().__init__(decoder)
+        self.context_weight, self.heads, self.weight = context_weight, heads, weight
 
     def items(  # type: ignore[override]
         self, attention_mask: Tensor, answers: Tensor, pointers: Any = (), **_: Any
@@ -79,6 +80,10 @@ class PointingLoss(AnswerLoss):
                 share = len(wanted.rows) / count.clamp(min=1)
                 loss = loss + self.weight * share * self.heads.loss(which, wanted.to(input_ids.device))
         return {"loss": loss}
+
+    def weights(self, attention_mask: Tensor, answers: Tensor) -> Tensor:
+        """The weight of each token that is predicted: (batch, length - 1)."""
+        return torch.where(answers[:, 1:], 1.0, self.context_weight) * attention_mask[:, 1:]
 
 
 @dataclass

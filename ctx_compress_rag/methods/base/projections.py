@@ -9,12 +9,6 @@ from torch.nn import functional as F
 # E[GELU(x)^2] for standard normal x.
 _GELU_POWER = 0.42522
 
-# GELU(x) is x / 2 + 0.4 x^2 and smaller terms: for inputs of this standard deviation it is nine tenths linear.
-_NEARLY_LINEAR = 0.3
-
-# Share of the inputs' mean variance, added to each direction's: a few passages hardly vary in some directions.
-_RIDGE = 1e-3
-
 
 class LinearMap(nn.Linear):
     """z W^T for each slot z (Simple Context Compression, section 5.1; W_align of Read As Human, eq. 5)."""
@@ -67,49 +61,13 @@ class TwoLayerMap(nn.Module):
             self.inner.weight.normal_(std=1 / (size * self.inner.in_features**0.5))
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
-    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Initialize as the least-squares map from slots to embeddings: first a linear map, then through GELU.
-
-        Not in the papers, which do not say how their maps are initialized. A frozen decoder can only read inputs
-        that look like its embeddings, and distillation hardly gets there from a random map.
-
-        Shape: (slots, slot_dim), (slots, dim)
-        """
-        with torch.no_grad():
-            slots = self._inputs(slots)
-            weight, bias = _least_squares(slots, embeddings)
-            line = slots.double() @ weight.T + bias
-            center = line.mean(0)
-            scale = _NEARLY_LINEAR / line.std().clamp(min=1e-12)
-            self.inner.weight.copy_(scale * weight)
-            self.inner.bias.copy_(scale * (bias - center))
-            weight, bias = _least_squares(F.gelu(scale * (line - center)), embeddings)
-            self.outer.weight.copy_(weight)
-            self.outer.bias.copy_(bias)
-
     def forward(self, slots: Tensor) -> Tensor:
         """Slots as the decoder's input embeddings, in this module's precision.
 
         Shape: (slots, slot_dim) -> (slots, dim)
         """
-        mapped: Tensor = self.outer(F.gelu(self.inner(self._inputs(slots))))
-        return mapped
-
-    def _inputs(self, slots: Tensor) -> Tensor:
         slots = slots.to(self.inner.weight.dtype)
-        return slots if self.norm is None else self.norm(slots)
-
-
-def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the affine map with the least squared error, with slight ridge regularization.
-
-    Shape: (rows, in), (rows, out) -> (out, in), (out,), in float64
-    """
-    inputs, outputs = inputs.double(), outputs.double()
-    mean_in, mean_out = inputs.mean(0), outputs.mean(0)
-    centered = inputs - mean_in
-    gram = centered.T @ centered
-    ridge = _RIDGE * gram.diagonal().mean() + 1e-12
-    gram.diagonal().add_(ridge)
-    weight = torch.linalg.solve(gram, centered.T @ (outputs - mean_out)).T
-    return weight, mean_out - weight @ mean_in
+        if self.norm is not None:
+            slots = self.norm(slots)
+        mapped: Tensor = self.outer(F.gelu(self.inner(slots)))
+        return mapped

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import Part, train_copy
 from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
@@ -51,18 +50,6 @@ class Reader(Part):
         """Initialize the map so that slots of this root mean square get that of the decoder's embeddings."""
         if self.projection is not None:
             self.projection.initialize(slot_rms, self.backbone.embedding_rms())
-
-    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
-        """Initialize the map, which must have two layers, as the least-squares map from slots to embeddings.
-
-        Shape: (slots, dim), (slots, decoder dim)
-
-        Raises:
-            ConfigError: the map has not two layers.
-        """
-        if not isinstance(self.projection, TwoLayerMap):
-            raise ConfigError("fit_passages is for methods whose reader has a map of two layers: leave it out")
-        self.projection.fit(slots, embeddings)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         trained = [

@@ -24,13 +24,12 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.soft_context import check_window
 from ctx_compress_rag.strict import Strict
-from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.checkpointing import layers_of
 from ctx_compress_rag.training.engine.loop import Collate, Examples, Job
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.engine.speedups import make_fast
-from ctx_compress_rag.training.examples import load_examples, passages_of
+from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objective import SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder
 
@@ -59,10 +58,6 @@ class CompressionRecipe(Recipe):
     Starts from untrained weights for `decoder`, or from a `bundle`: one that an earlier stage made, or a shipped one's
     name. A `method` given with a bundle replaces the bundle's settings, and must fit its weights.
 
-    `fit_passages` first fits an untrained reader by least squares on that many of the data's passages, so that it
-    maps a slot of one token to that token's embedding. It is ours, not a paper's, for readers with a map of two layers
-    before a frozen decoder, which can only read vectors that look like its embeddings.
-
     `copy_decoder: false` makes the bundle name the folder given as `decoder`, instead of holding a copy of it.
     `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_license` and `limits` go into its model card.
 
@@ -85,7 +80,6 @@ class CompressionRecipe(Recipe):
     ratios: list[int] = Field(default=[4, 8, 16, 32, 64, 128], min_length=1)
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = Field(default=[])
-    fit_passages: int = Field(default=0, ge=0)
     int8: bool = False
     sources: list[SourceConfig] = Field(default=[])
     decoder_license: str | None = None
@@ -102,8 +96,6 @@ class CompressionRecipe(Recipe):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
         if self.decoder and self.method is None:
             raise ValueError("a new bundle needs a method: give one")
-        if self.bundle and self.fit_passages:
-            raise ValueError("fit_passages is for an untrained reader, but a bundle's is trained: leave it out")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("a bundle has its own revision and teacher: leave them out")
         if self.method is not None:  # otherwise it is the bundle's, which may not exist until an earlier stage has run
@@ -204,11 +196,8 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if backbone.window is not None and recipe.window > backbone.window:
         raise ConfigError(f"window {recipe.window} is longer than the decoder's {backbone.window} positions: lower it")
     bundle = Bundle.build(config, backbone, teacher=recipe.teacher)
-    if recipe.fit_passages:
-        _fit_reader(bundle, examples, recipe.fit_passages)
-    else:
-        slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
-        bundle.reader.initialize(float(torch.cat(slots).pow(2).mean().sqrt()))
+    slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
+    bundle.reader.initialize(float(torch.cat(slots).pow(2).mean().sqrt()))
     return bundle
 
 
@@ -223,21 +212,3 @@ def _compare_decoders(teacher: Path, decoder: str) -> None:
             own,
             decoder,
         )
-
-
-def _fit_reader(bundle: Bundle, examples: list[Example], passages: int) -> None:
-    """Fit the reader to map a slot of one token to that token's embedding.
-
-    If the method's slots are larger, the target is the mean embedding of a slot's tokens.
-    """
-    texts = [text for e in passages_of(examples)[:passages] for text in e.passages]
-    softs = bundle.compress(texts, ratio=1)
-    embed = bundle.backbone.embeddings
-    targets: list[torch.Tensor] = []
-    with torch.no_grad():
-        for text, soft in zip(texts, softs, strict=True):
-            ids = torch.tensor(text_ids(bundle.tokenizer, text), device=bundle.backbone.device)
-            tokens = embed(ids).float()
-            targets += [part.mean(0) for part in tokens.split(soft.token_counts.tolist())]
-    slots = torch.cat([soft.slots for soft in softs]).to(bundle.backbone.device)
-    bundle.reader.fit(slots, torch.stack(targets))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -48,34 +48,31 @@ class TeacherRecipe(Recipe):
     decoder: str | GgufDecoder
     revision: str | None = None
     tune: TuneConfig = TuneConfig()
-    context_loss_weight: float = Field(default=0.0, ge=0)
     packing: PackingConfig | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> TeacherRecipe:
-        if self.packing and (self.tune.mode != "lora" or self.context_loss_weight):
-            raise ValueError("packing needs tune.mode: lora and trains on answers only: leave out context_loss_weight")
+        if self.packing and self.tune.mode != "lora":
+            raise ValueError(f"packing needs tune.mode: lora, not {self.tune.mode}")
         if self.packing:
             check_packed(self.optim)
         return self
 
 
 class AnswerLoss(nn.Module, BatchMean):
-    """Next-token loss on answer tokens and, with a small weight, on the rest: a weighted mean over the batch.
+    """Next-token loss on the answers' tokens, mean over the batch.
 
     Args:
         decoder: a causal LM.
-        context_weight: weight of a token that is not in an answer; 0 trains on answers only.
     """
 
-    def __init__(self, decoder: nn.Module, context_weight: float) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.decoder = decoder
-        self.context_weight = context_weight
 
     def items(self, attention_mask: Tensor, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         """The sum of the tokens' weights."""
-        return self._weights(attention_mask, answers).sum()
+        return self.weights(attention_mask, answers).sum()
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor, num_items_in_batch: Tensor | None = None
@@ -90,12 +87,12 @@ class AnswerLoss(nn.Module, BatchMean):
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
         targets = input_ids[:, 1:]
         losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
-        weighted = losses * self._weights(attention_mask, answers).flatten()
+        weighted = losses * self.weights(attention_mask, answers).flatten()
         return {"loss": weighted.sum() / num_items_in_batch}
 
-    def _weights(self, attention_mask: Tensor, answers: Tensor) -> Tensor:
-        """The weight of each token that is predicted: (batch, length - 1)."""
-        return torch.where(answers[:, 1:], 1.0, self.context_weight) * attention_mask[:, 1:]
+    def weights(self, attention_mask: Tensor, answers: Tensor) -> Tensor:
+        """The weight of each token that is predicted, 1 in answers: (batch, length - 1)."""
+        return answers[:, 1:].float()
 
 
 @dataclass
@@ -207,7 +204,7 @@ def start(recipe: TeacherRecipe) -> Job:
         model = PackedTextLoss(decoder)
     else:
         collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
-        model = AnswerLoss(decoder, recipe.context_loss_weight)
+        model = AnswerLoss(decoder)
 
     def save(report: dict[str, Any]) -> None:
         if recipe.tune.mode == "lora":
