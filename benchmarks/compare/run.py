@@ -61,7 +61,7 @@ from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.templates import TEMPLATES
-from ctx_compress_rag.training.engine.checkpoint import steps_saved
+from ctx_compress_rag.training.engine.checkpoint import FOLDER, step_of
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.prompts import shares
 from ctx_compress_rag.training.run import run_recipe
@@ -336,7 +336,7 @@ def _steps_done(recipe: CompressionRecipe) -> int:
     """Steps of a stage that are on disk."""
     if (recipe.output / REPORT_FILE).exists():
         return recipe.optim.steps
-    return steps_saved(recipe.output)
+    return max(map(step_of, (recipe.output / FOLDER).glob("checkpoint-*")), default=0)
 
 
 def run_job(job: EntryJob) -> None:

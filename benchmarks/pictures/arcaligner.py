@@ -77,13 +77,13 @@ def _read(bundle: Any, text: str, ratio: int) -> _Refined:
     prompt = torch.cat([bundle.backbone.embeddings(before.to(slots.device)), slots])[None]
     is_slot = torch.arange(prompt.shape[1], device=slots.device)[None] >= len(before)
     inputs = {"inputs_embeds": prompt, "use_cache": False, "logits_to_keep": 1}
-    with torch.no_grad(), reader.record_loops() as record:
+    with torch.no_grad():
         with bundle.soft_decoder(is_slot) as model, counting() as refined:
             model(**inputs)
         with bundle.backbone.use(None) as frozen, counting() as plain:
             frozen(**inputs)
-    layers = sorted(record)
-    loops = torch.stack([record[layer][is_slot.cpu()] for layer in layers], dim=1)
+    layers = sorted(reader.last_loops)
+    loops = torch.stack([reader.last_loops[layer][is_slot].cpu() for layer in layers], dim=1)
     units = [unit.text for unit in compressor.units(text, ratio, bundle.config.max_tokens)]
     return _Refined(units, loops, layers, refined.get_total_flops(), plain.get_total_flops())
 

@@ -116,7 +116,7 @@ class OptimConfig(Strict):
 class PackingConfig(Strict):
     """A set of rows of one length that sequences are packed into (`training.engine.packing`).
 
-    A step takes `optim.batch_size` such sets, one at a time.
+    A step takes `optim.batch_size` such sets, one at a time, whatever `optim.micro_batch_size` is.
 
     Attributes:
         rows: number of rows of prompts.
@@ -129,15 +129,6 @@ class PackingConfig(Strict):
     passage_rows: int = Field(default=7, gt=0)
     length: int = Field(default=384, gt=0)
     examples: int = Field(default=8, gt=0)
-
-
-def check_packed(optim: OptimConfig) -> None:
-    """Refuse a micro-batch size other than 1: each set of packed rows is a micro-batch."""
-    if optim.micro_batch_size not in (None, 1):
-        raise ValueError(
-            f"micro_batch_size {optim.micro_batch_size}: each set of packed rows is already a micro-batch; leave it "
-            "out, and set packing.rows"
-        )
 
 
 class BaseRecipe(Strict):

@@ -14,7 +14,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.checkpoint import FOLDER, has_checkpoint
+from ctx_compress_rag.training.engine.checkpoint import FOLDER, complete_checkpoints
 
 FILES_KEY = "files_sha256"
 _RECIPE_FILE = "recipe.json"
@@ -42,7 +42,7 @@ def refuse_another(recipe: BaseRecipe) -> None:
     """
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
-    if not file.exists() or not has_checkpoint(recipe.output):
+    if not file.exists() or not complete_checkpoints(recipe.output):
         return
     if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
         raise ConfigError(

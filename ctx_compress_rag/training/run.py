@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -111,23 +112,16 @@ def _prepare(recipe: BaseRecipe) -> None:
     recipe.output.mkdir(parents=True, exist_ok=True)
 
 
-@contextmanager
-def _alone(output: Path) -> Iterator[None]:
+def _alone(output: Path) -> AbstractContextManager[Any]:
     """Keep other trainings out of this folder: two would delete each other's checkpoints."""
     if not is_main_process():
-        yield
-        return
-    lock = FileLock(output / _LOCK_FILE, timeout=0)
+        return nullcontext()
     try:
-        lock.acquire()
+        return FileLock(output / _LOCK_FILE, timeout=0).acquire()
     except Timeout as error:
         raise ConfigError(
             f"another process is training into {str(output)!r}: wait until it ends, stop it, or choose another output"
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def is_finished(recipe: BaseRecipe) -> bool:

@@ -89,8 +89,9 @@ def test_the_reader_is_algorithm_1(train: bool) -> None:
     batch = alone(prompts(reader), 0)
     plain = Plain(reader, train)
     expected = plain.logits(batch.inputs_embeds[0], batch.slot_mask[0])
-    with torch.set_grad_enabled(train), reader.record_loops() as loops, reader.decoder(batch.slot_mask) as model:
+    with torch.set_grad_enabled(train), reader.decoder(batch.slot_mask) as model:
         logits = model(**batch.model_inputs()).logits[0]
+    loops = reader.last_loops
     # transformers normalizes in float32
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     counts = {layer: torch.tensor(steps).sum(0).tolist() for layer, steps in plain.decided.items()}
@@ -130,11 +131,12 @@ def test_cached_generation_equals_recomputation(name: str) -> None:
     """Prompts of a left-padded batch, read once with a cache, against each prompt read anew for each token."""
     reader = make_reader(name)
     batch, steps = prompts(reader, name), 5
-    with torch.no_grad(), reader.record_loops() as loops, reader.decoder(batch.slot_mask) as model:
+    with torch.no_grad(), reader.decoder(batch.slot_mask) as model:
         made = model.generate(
             **batch.model_inputs(), max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
+    loops = reader.last_loops
     assert set(loops) == {0, 1} and all(record[batch.slot_mask].max() > 0 for record in loops.values())
     embed = reader.backbone.embeddings
     for row in range(2):
@@ -177,9 +179,8 @@ def test_decoders_with_calling_habits_of_their_own(name: str) -> None:
     torch.manual_seed(0)
     reader = make_reader(model=getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False))
     batch = prompts(reader)
-    with reader.record_loops() as loops:
-        out = read(reader, batch, use_cache=True)
-    assert sum(int((record > 0).sum()) for record in loops.values()) > 2
+    out = read(reader, batch, use_cache=True)
+    assert sum(int((record > 0).sum()) for record in reader.last_loops.values()) > 2
     for layer in range(2):
         assert out.past_key_values.get_seq_length(layer) == batch.inputs_embeds.shape[1]
     for row in range(2):
@@ -230,12 +231,11 @@ def test_gates_decide_alike_in_training_and_at_inference_in_half_precision() -> 
             with (
                 torch.autocast("cpu", torch.bfloat16, enabled=train),
                 torch.set_grad_enabled(train),
-                reader.record_loops() as loops,
                 reader.decoder(batch.slot_mask) as model,
             ):
                 states = model(**batch.model_inputs(), output_hidden_states=True).hidden_states
                 made.append([reader(stored, torch.ones(5)), *states])
-            decided.append(loops)
+            decided.append(reader.last_loops)
         assert all(torch.equal(a, b) for a, b in zip(*(each.values() for each in decided), strict=True))
         # Half a unit in bfloat16's last place, where matrix products of other sizes round otherwise.
         for a, b in zip(*made, strict=True):
@@ -250,14 +250,13 @@ def test_loops_leave_text_as_the_mandatory_pass_left_it(name: str, layer: int) -
     """Equation 9, and closed gates, at the one gated layer: only slots whose gates opened change, to the bit."""
     looping, once = (make_reader(name, gated_layers=[layer], loops=loops) for loops in (3, 0))
     batch = prompts(looping, name)
-    with looping.record_loops() as loops:
-        for _ in range(2):  # transformers' own hooks, which record the states, are there before ours the second time
-            ours = read(looping, batch, output_hidden_states=True).hidden_states
+    for _ in range(2):  # transformers' own hooks, which record the states, are there before ours the second time
+        ours = read(looping, batch, output_hidden_states=True).hidden_states
     theirs = read(once, batch, output_hidden_states=True).hidden_states
     for before in range(layer + 1):
         assert torch.equal(ours[before], theirs[before])
     changed = (ours[layer + 1] != theirs[layer + 1]).any(-1)
-    assert torch.equal(changed, loops[layer] > 0)
+    assert torch.equal(changed, looping.last_loops[layer] > 0)
     assert changed.any() and not changed[batch.slot_mask].all()
 
 
@@ -354,13 +353,12 @@ def test_loops_cost_what_they_do() -> None:
     torch.manual_seed(0)
     readers = [make_reader(lora=None, gated_layers=[0], loops=loops) for loops in (2, 0)]
     batch = splice(readers[0].backbone.embeddings, [Prompt.of(ids[0], torch.randn(10, 64), ids[1])])
-    counted, records = [], []
+    counted = []
     for reader in readers:
-        with counting() as counter, reader.record_loops() as loops:
+        with counting() as counter:
             read(reader, batch)
         counted.append(counter.get_total_flops())
-        records.append(loops)
-    opened = records[0][0][batch.slot_mask]
+    opened = readers[0].last_loops[0][batch.slot_mask]
     first, second = int((opened > 0).sum()), int((opened > 1).sum())
     assert 10 > first > second > 0
     slot = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 64)  # projections and MLP

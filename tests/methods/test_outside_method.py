@@ -39,8 +39,6 @@ class FirstTokensConfig(MethodConfig):
 class FirstTokens(TokenCompressor):
     """Of every so many tokens the first one's embedding, times a gain that is trained."""
 
-    nestable = False
-
     def __init__(self, backbone: Any, config: FirstTokensConfig) -> None:
         super().__init__(backbone)
         self.dim = backbone.dim
@@ -50,9 +48,6 @@ class FirstTokens(TokenCompressor):
         embedded = self.gain * self.backbone.embeddings(input_ids)
         counts = {r: torch.stack([m.sum(1) for m in attention_mask.split(r, dim=1)], dim=1) for r in ratios}
         return {r: SlotBatch(embedded[:, ::r] * (counts[r] > 0).unsqueeze(-1), counts[r]) for r in ratios}
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        return [self.gain.requires_grad_(True)]
 
 
 @pytest.fixture

@@ -94,9 +94,8 @@ def test_gates_open_in_training() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    with reader.record_loops() as loops:
-        read(reader, batch)
-    assert (loops[0] == 1).any()
+    read(reader, batch)
+    assert (reader.last_loops[0] == 1).any()
 
 
 def test_ablations() -> None:
@@ -110,9 +109,8 @@ def test_ablations() -> None:
     shut = make_reader()
     shut.load_saved_state(state | {n: p - 1e4 for n, p in state.items() if n.endswith(".2.bias")})
     assert torch.equal(read(once, batch).logits, read(shut, batch).logits)
-    with always.record_loops() as loops:
-        read(always, batch)
-    assert all((record[batch.slot_mask] == 3).all() for record in loops.values()) and len(loops) == 2
+    read(always, batch)
+    assert [(record[batch.slot_mask] == 3).all() for record in always.last_loops.values()] == [True, True]
     none = make_reader(lora=None, loops=0)
     with torch.no_grad():
         assert torch.equal(read(none, batch).logits, none.backbone.model(**batch.model_inputs()).logits)
@@ -238,9 +236,9 @@ def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
     with SoftContextStore(tmp_path / "store", bundle) as store:
         [marker] = store.markers(store.ensure([text]), store.base_ratio)
         for question in ("who?", "what came by sea, and when?"):
-            with bundle.reader.record_loops() as loops:
-                prompt = [{"role": "user", "content": f"{marker}\n\nQuestion: {question}"}]
-                TransformersDecoder(bundle, store).generate([prompt], Sampling(max_new_tokens=1))
+            prompt = [{"role": "user", "content": f"{marker}\n\nQuestion: {question}"}]
+            TransformersDecoder(bundle, store).generate([prompt], Sampling(max_new_tokens=1))
+            loops = bundle.reader.last_loops
             seen = torch.stack([loops[layer][loops[layer] >= 0] for layer in numbers["layers"]], dim=1)
             assert seen.tolist() == numbers["loops"]
     assert len({count for row in numbers["loops"] for count in row}) > 1

@@ -36,9 +36,6 @@ def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], ro
         if packer.fits(length):
             ids = torch.arange(length) + 100 * number
             placed[packer.add(ids)] = ids
-        else:
-            with pytest.raises(ValueError, match="no room"):
-                packer.add(torch.zeros(length, dtype=torch.long))
     packed = packer.packed()
     assert packed.token_count == sum(map(len, placed.values()))
     for number, (start, ids) in enumerate(placed.items()):
@@ -132,7 +129,7 @@ def test_batches_hold_what_was_asked_for(decoder: Path, tmp_path: Path, tiny_tok
 
 @pytest.mark.parametrize("stage", ["packed", "adapter"])
 def test_a_step_takes_several_sets_of_rows(decoder: Path, tmp_path: Path, stage: str) -> None:
-    """One at a time, without being told: their losses' mean. Larger micro-batches are refused by name."""
+    """One at a time, whatever the micro-batches: their losses' mean."""
     settings = settings_for(decoder, tmp_path, stage)
 
     def curve(steps: int, batch_size: int, **optim: Any) -> list[float]:
@@ -143,9 +140,7 @@ def test_a_step_takes_several_sets_of_rows(decoder: Path, tmp_path: Path, stage:
         return losses(run_recipe(file, resume=False))
 
     one, other = curve(2, 1)
-    assert curve(1, 2) == pytest.approx([(one + other) / 2], rel=1e-4)
-    with pytest.raises(ConfigError, match="micro_batch_size 2"):
-        curve(1, 2, micro_batch_size=2)
+    assert curve(1, 2, micro_batch_size=2) == pytest.approx([(one + other) / 2], rel=1e-4)
 
 
 def test_impossible_recipes_are_refused(decoder: Path, tmp_path: Path) -> None:

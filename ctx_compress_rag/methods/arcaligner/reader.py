@@ -65,6 +65,10 @@ class ArcAlignerReader(Reader):
         slot_dim: width of a stored slot.
         config: the method's settings.
 
+    Attributes:
+        last_loops: for each gated layer, how many passes each slot of the last prompts got after the mandatory one:
+            int64 (batch, length), 0 to `loops`, and -1 at other positions. (The paper's case studies count from 1.)
+
     Raises:
         ConfigError: a gated layer does not exist, or the decoder's layers cannot be adapted.
     """
@@ -90,7 +94,7 @@ class ArcAlignerReader(Reader):
             added.to(backbone.device).requires_grad_(False)
         self.eval()
         self._slot_mask: Tensor | None = None
-        self._loops: dict[int, Tensor] | None = None
+        self.last_loops: dict[int, Tensor] = {}
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make projector and LoRA trainable, and the gates if they are in use (section 3.5); returns them."""
@@ -117,24 +121,6 @@ class ArcAlignerReader(Reader):
             finally:
                 self._slot_mask = outer
 
-    @contextmanager
-    def record_loops(self) -> Iterator[dict[int, Tensor]]:
-        """Record the gates' decisions for the last prompt read within the context.
-
-        Other threads wait for the decoder meanwhile.
-
-        Yields:
-            for each gated layer, how many passes each slot got after the mandatory one: int64
-            (batch, length), 0 to `loops`, and -1 at other positions. (The paper's case studies count from 1,
-            the mandatory pass.)
-        """
-        with self.backbone.use(None):
-            outer, self._loops = self._loops, {}
-            try:
-                yield self._loops
-            finally:
-                self._loops = outer
-
     def _forward(self, trunk: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The twin's trunk: its own `forward`, with algorithm 1 if a prompt has slots."""
         inputs = named(trunk, args, kwargs)
@@ -145,8 +131,7 @@ class ArcAlignerReader(Reader):
         slots = self._places(given if given is not None else inputs["input_ids"])
         if slots is None:
             return forward(**inputs)
-        if self._loops is not None:
-            self._loops.clear()
+        self.last_loops = {}
         with ExitStack() as hooks:
             hooks.enter_context(torch.autocast(slots.mask.device.type, enabled=False))
             for lora in self.lora:
@@ -213,6 +198,5 @@ class ArcAlignerReader(Reader):
                     break
                 updated = candidates(state, at)
             state = state.masked_scatter(at.unsqueeze(-1), updated.to(state.dtype))  # eq. 9
-        if self._loops is not None:
-            self._loops[number] = loops.cpu()
+        self.last_loops[number] = loops
         return (state, *made[1:]) if isinstance(made, tuple) else state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
@@ -37,9 +37,9 @@ class Part(nn.Module, ABC):
         super().__init__()
         self.backbone = backbone
 
-    @abstractmethod
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make the parameters that this part trains trainable, and return them."""
+        """Make the parameters that this part trains trainable, and return them; by default all of its own."""
+        return list(self.requires_grad_(True).parameters())
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """What a bundle stores of this part, by name: its own weights, not adapters or the decoder's embeddings."""

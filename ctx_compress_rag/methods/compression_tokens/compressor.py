@@ -26,8 +26,6 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
     It is trained even if the encoder is frozen.
     """
 
-    nestable = False
-
     def __init__(self, backbone: Backbone, config: CompressionTokensConfig) -> None:
         super().__init__(backbone, config.encoder)
         self.bidirectional = config.attention == "bidirectional"

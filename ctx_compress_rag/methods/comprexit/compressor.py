@@ -82,8 +82,6 @@ class ComprexitCompressor(TokenCompressor):
     The paper's segments all have 32 slots, so there K is a constant that W_g absorbs.
     """
 
-    nestable = False
-
     def __init__(self, backbone: Backbone, config: ComprexitConfig) -> None:
         super().__init__(backbone)
         self.config = config
@@ -101,10 +99,6 @@ class ComprexitCompressor(TokenCompressor):
         self.value = nn.Linear(config.slot_dim, config.slot_dim, bias=False)  # W_g
         self.to(backbone.device)
         self.requires_grad_(False)
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Make all parameters here trainable and return them; the decoder is frozen."""
-        return list(self.requires_grad_(True).parameters())
 
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor) -> list[Tensor]:

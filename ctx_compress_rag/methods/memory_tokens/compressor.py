@@ -31,8 +31,6 @@ class MemoryTokensCompressor(TrunkCompressor):
     of others. A passage longer than a window is read window by window; PISCO and CLaRa cut its end off.
     """
 
-    nestable = False
-
     def __init__(self, backbone: Backbone, config: MemoryTokensConfig) -> None:
         super().__init__(backbone, config.encoder)
         self.config = config

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ctx_compress_rag.methods.base.compressor import (
     Compressor,
@@ -32,17 +31,11 @@ class OwnEncoderCompressor(Compressor):
     that reads them was trained for one.
     """
 
-    nestable = False
-
     def __init__(self, backbone: Backbone, config: OwnEncoderConfig) -> None:
         super().__init__(backbone)
         self.config = config
         self.dim = config.dim
         self.encoder = OwnEncoder(config, backbone)
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Return nothing: the encoder is frozen, and its weights are not this module's."""
-        return []
 
     def check_ratio(self, ratio: int, stored: int) -> None:
         """Refuse any ratio but the trained one.

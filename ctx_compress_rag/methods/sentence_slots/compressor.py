@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized
@@ -34,17 +34,11 @@ class SentenceSlotsCompressor(Compressor):
     The vector of merged sentences is not the mean of their vectors: a coarser ratio needs the text again.
     """
 
-    nestable = False
-
     def __init__(self, backbone: Backbone, config: SentenceUnits) -> None:
         super().__init__(backbone)
         self.config = config
         self.dim = config.encoder_dim
         self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Return nothing: the encoder is frozen, and its weights are not this module's."""
-        return []
 
     def units(self, text: str, ratio: int, window: int | None = None) -> list[Unit]:
         """The pieces of a passage that become one slot each, in order.

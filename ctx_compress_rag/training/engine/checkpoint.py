@@ -68,7 +68,7 @@ def save_checkpoint(
         save(state, storage_writer=writer, no_dist=process_count() == 1)
     if is_main_process():
         write_json(folder / _PROGRESS_FILE, progress)  # now it is complete
-        for old in _complete(output)[:-_KEPT]:
+        for old in complete_checkpoints(output)[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -132,7 +132,7 @@ def last_checkpoint(output: Path, steps: int) -> Path | None:
     Raises:
         ConfigError: its step is beyond the recipe's last.
     """
-    complete = _complete(output)
+    complete = complete_checkpoints(output)
     for half in set(_all(output)) - set(complete) if is_main_process() else ():
         logger.warning("%s is incomplete: removing it", half)
         shutil.rmtree(half, ignore_errors=True)
@@ -146,22 +146,12 @@ def last_checkpoint(output: Path, steps: int) -> Path | None:
     return complete[-1]
 
 
-def has_checkpoint(output: Path) -> bool:
-    """Whether there is a complete checkpoint."""
-    return bool(_complete(output))
-
-
-def steps_saved(output: Path) -> int:
-    """The step of the last checkpoint, complete or not; 0 if there is none."""
-    return max(map(step_of, _all(output)), default=0)
-
-
 def _all(output: Path) -> list[Path]:
-    """All checkpoints, in the order of their steps."""
     return sorted((output / FOLDER).glob("checkpoint-*"), key=step_of)
 
 
-def _complete(output: Path) -> list[Path]:
+def complete_checkpoints(output: Path) -> list[Path]:
+    """The checkpoints that were written to their end, in the order of their steps."""
     return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
 
 

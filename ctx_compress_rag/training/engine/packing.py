@@ -115,20 +115,16 @@ class Packer:
         return True
 
     def add(self, ids: Tensor, targets: Tensor | None = None, kind: int = 0) -> int:
-        """Place a sequence, and return its first position in the concatenated rows.
+        """Place a sequence that `fits`, and return its first position in the concatenated rows.
 
         Args:
             ids: token ids: (L,).
             targets: True on tokens to be predicted: (L,); None if there are none.
             kind: the targets' kind.
-
-        Raises:
-            ValueError: there is no room for it.
         """
         length = len(ids)
         row = self._row(length, self._used)
-        if row is None:
-            raise ValueError(f"a sequence of {length} tokens has no room in {self.rows} rows of {self.length}")
+        assert row is not None  # it `fits`
         start = self._used[row]
         place = (row, slice(start, start + length))
         self._ids[place] = ids

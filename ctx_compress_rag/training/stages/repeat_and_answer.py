@@ -22,7 +22,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_id
-from ctx_compress_rag.training.config import PackingConfig, check_packed
+from ctx_compress_rag.training.config import PackingConfig
 from ctx_compress_rag.training.engine.packing import PackedSlots, Packer, collate_packed, packed_loss
 from ctx_compress_rag.training.examples import load_texts
 from ctx_compress_rag.training.objective import SlotObjective
@@ -72,7 +72,6 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
     def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
         if not self.data.files:
             raise ValueError("stage repeat_and_answer needs questions: give data.files")
-        check_packed(self.optim)
         if self.window != self.packing.length:
             raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
         return self

@@ -21,7 +21,7 @@ from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.training.config import PackingConfig, Recipe, check_packed
+from ctx_compress_rag.training.config import PackingConfig, Recipe
 from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.engine.checkpointing import layers_in
 from ctx_compress_rag.training.engine.loop import Collate, Job
@@ -54,8 +54,6 @@ class TeacherRecipe(Recipe):
     def _fits_together(self) -> TeacherRecipe:
         if self.packing and self.tune.mode != "lora":
             raise ValueError(f"packing needs tune.mode: lora, not {self.tune.mode}")
-        if self.packing:
-            check_packed(self.optim)
         return self
 
 
