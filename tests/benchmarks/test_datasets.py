@@ -139,14 +139,6 @@ HUB: dict[str, Any] = {
         "entity_pages": {"title": ["Brenmoor Light", "Gone"], "wiki_context": [TEXT, ""]},
         "search_results": {"title": [], "search_context": []},
     },
-    "narrativeqa": {
-        "document": {"id": "d1", "summary": {"text": TEXT}}, "question": {"text": "Who drew it?"},
-        "answers": [{"text": "Ada Quill"}, {"text": "Ada, the keeper"}],
-    },
-    "mrqa": {
-        "context": TEXT, "question": "When?", "answers": ["1874", "in 1874"],
-        "detected_answers": {"text": ["1874"], "char_spans": [{"start": [28], "end": [31]}]},
-    },
 }  # fmt: skip
 
 

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.pictures.allocation import allocation
 from benchmarks.pictures.inspect import inspect
 from helpers.comprexit import comprexit_bundle
 
@@ -61,23 +59,3 @@ def test_the_numbers_make_the_stored_slots(tiny_tokenizer: Any, tmp_path: Path, 
     assert plan.sum() == pytest.approx(len(slots), abs=1e-4)  # nothing goes from one segment to another
     [soft] = bundle.compress([TEXT], ratio)
     torch.testing.assert_close(torch.cat(slots), soft.slots, atol=1e-4, rtol=1e-3)
-
-
-def test_slots_are_compared_as_numpy_does_it() -> None:
-    """Random weights over tokens: correlation, spectrum and its entropy; the two ends of the effective rank."""
-    rng = np.random.default_rng(0)
-    for tokens, slots in ((12, 3), (5, 5), (40, 10)):
-        weights = rng.random((tokens, slots))
-        rows = (weights / weights.sum(0)).T
-        spectrum = np.linalg.svd(rows, compute_uv=False)
-        shares = spectrum / spectrum.sum()
-        correlation = np.corrcoef(rows)
-        found = allocation(torch.tensor(weights))
-        np.testing.assert_allclose(found.correlation, correlation, atol=1e-6)
-        np.testing.assert_allclose(found.singular_values, shares, atol=1e-6)
-        assert found.effective_rank == pytest.approx(np.exp(-(shares * np.log(shares)).sum()))
-        assert found.overlap == pytest.approx(np.abs(correlation[~np.eye(slots, dtype=bool)]).mean())
-    apart = allocation(torch.block_diag(*[torch.ones(4, 1)] * 6))
-    same = allocation(torch.rand(9, 1).expand(9, 4))
-    assert apart.effective_rank == pytest.approx(6) and same.effective_rank == pytest.approx(1, abs=1e-4)
-    assert same.overlap == pytest.approx(1) and allocation(torch.rand(3, 1)).overlap is None

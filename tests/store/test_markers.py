@@ -1,14 +1,25 @@
-"""Markers: read back exactly, refused when forged, found in linear time, kept apart by scope."""
+"""Markers, alone and in a store: read back exactly, refused when forged, found in linear time; and their keys."""
+
+from __future__ import annotations
 
 import logging
+import sqlite3
+import stat
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.errors import RatioError, UnreadableMarkerError
+from ctx_compress_rag.errors import MissingPassageError, PayloadError, RatioError, StoreError, UnreadableMarkerError
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.key import KEY_FILE, KEY_VARIABLE, key_from_file
 from ctx_compress_rag.store.marker import MAX_FACTOR, Marker, MarkerCodec, escaped_markers
+from helpers.forked import run_python
+from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
 KEY = b"k" * 32
 CODEC = MarkerCodec(KEY, "f" * 64)
@@ -106,7 +117,112 @@ def test_hostile_text_takes_linear_time(unit: str) -> None:
     assert any(seconds() < 1.0 for _ in range(3))  # 0.02 to 0.2 s when measured; quadratic time would be minutes
 
 
-@pytest.mark.parametrize("factor", [0, -1, MAX_FACTOR + 1])
-def test_a_factor_that_cannot_be_written_is_refused(factor: int) -> None:
-    with pytest.raises(RatioError, match=str(factor)):
-        CODEC.write("a" * 17, factor, 1, "t")
+# In a store
+
+
+@pytest.mark.parametrize("ratio", [4, 8, 12, 16, 28, 32, 400, 16384])
+def test_a_marker_fetches_its_passage_at_its_ratio(store: SoftContextStore, bundle: WordBundle, ratio: int) -> None:
+    texts = [passage(i, words) for i, words in enumerate((1, 4, 5, 17, 30, 37))]
+    ids = store.ensure(texts)
+    markers = store.markers(ids, ratio)
+    assert markers == store.markers(ids, ratio)
+    parts = store.split("Read: " + " and ".join(markers) + "?")
+    found = parts[1::2]
+    assert parts[::2] == ["Read: ", *[" and "] * 5, "?"]
+    for marker, soft, text in zip(found, store.fetch(found), texts, strict=True):
+        direct = bundle.at(text, ratio)
+        assert marker.slots == soft.n_slots == direct.n_slots
+        assert_same(soft, direct, tolerance=0.015)
+    assert store.text_of(found) == texts
+    assert store.fetch(found[::-1])[0].n_tokens == 37
+    assert store.fetch([]) == store.text_of([]) == []
+
+
+def test_a_marker_of_what_is_gone_is_a_clear_error(store: SoftContextStore) -> None:
+    add(store, 2)
+    parts = store.split("".join(store.markers(["p0", "p1"], 8)))
+    store.delete(["p0"])
+    store.add([passage(77)], ["p1"], progress=False)
+    for read in (store.fetch, store.text_of):
+        for marker in parts:
+            with pytest.raises(MissingPassageError, match="retrieve again"):
+                read([marker])
+    with pytest.raises(MissingPassageError, match="'p0' is not stored"):
+        store.markers(["p1", "p0"], 8)
+
+
+@pytest.mark.parametrize("ratio", [0, -4, 2, 6])
+def test_a_ratio_that_cannot_be_made_is_refused(store: SoftContextStore, ratio: int) -> None:
+    add(store, 1)
+    with pytest.raises(RatioError, match=f"ratio {ratio} .*multiple of 4"):
+        store.marker("p0", ratio)
+
+
+# Keys
+
+
+def test_the_key_file_is_private_and_shared_by_processes(store: SoftContextStore, tmp_path: Path) -> None:
+    add(store, 1)
+    path = tmp_path / "chroma" / KEY_FILE
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    code = f"{WRITE}print(SoftContextStore(sys.argv[1], WordBundle()).marker('p0', 8))"
+    assert run_python(code, tmp_path / "chroma").stdout.strip() == store.marker("p0", 8)
+
+
+def test_the_key_is_not_in_chroma(store: SoftContextStore, tmp_path: Path) -> None:
+    add(store, 1)
+    key = (tmp_path / "chroma" / KEY_FILE).read_text()
+    dump = "\n".join(sqlite3.connect(tmp_path / "chroma" / "chroma.sqlite3").iterdump())
+    assert "passages-ctx" in dump and key not in dump and bytes.fromhex(key).hex().upper() not in dump
+
+
+def test_processes_that_make_the_key_at_once_agree(tmp_path: Path) -> None:
+    start = threading.Barrier(8)
+
+    def make(_: int) -> bytes:
+        start.wait()
+        return key_from_file(tmp_path / "new" / "key")
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(make, range(8)))) == 1
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["key"]
+
+
+def test_the_given_key_comes_before_the_environments_and_that_before_the_files(
+    store: SoftContextStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(store, 1)
+    folder, bundle = tmp_path / "chroma", store.bundle
+    monkeypatch.setenv(KEY_VARIABLE, "an environment's secret")
+    reader = SoftContextStore(folder, bundle)
+    # A program that has no secret may have made the file in the folder: what it signed is not read.
+    with pytest.raises(PayloadError, match="another key"):
+        reader.marker("p0", 8)
+    with pytest.raises(StoreError, match="1 records.*CTX_COMPRESS_KEY"):
+        reader.discard_damaged(other_keys=False)
+    assert reader.discard_damaged() == ["p0"]
+    add(reader, 1)
+    assert SoftContextStore(folder, bundle, key=b"an environment's secret").marker("p0", 8) == reader.marker("p0", 8)
+    assert SoftContextStore(folder, bundle, key=b"another secret of 26 bytes").damaged() == ["p0"]
+
+
+@pytest.mark.parametrize(("content", "mode"), [("zz", 0o600), ("ab", 0o600), ("", 0o600), ("ab" * 32, 0o644)])
+def test_a_damaged_or_open_key_file_is_refused(tmp_path: Path, bundle: WordBundle, content: str, mode: int) -> None:
+    path = tmp_path / KEY_FILE
+    path.write_text(content)
+    path.chmod(mode)
+    with pytest.raises(StoreError, match="chmod 600" if mode == 0o644 else "damaged"):
+        add(SoftContextStore(tmp_path, bundle), 1)
+
+
+def test_a_marker_finds_its_text_wherever_that_is_stored_now(tmp_path: Path) -> None:
+    bundle = WordBundle()
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 16) as store:
+        add(store, 1)
+        markers = store.split(store.marker("p0", 4))
+        assert_same(store.fetch(markers)[0], bundle.at(passage(0), 4))
+        store.add([passage(0)], ["copy"], progress=False)
+        store.delete(["p0"])  # where it was is no longer where it is
+        assert_same(store.fetch(markers)[0], bundle.at(passage(0), 4))
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 16) as reader:
+        assert_same(reader.fetch(markers)[0], bundle.at(passage(0), 4))

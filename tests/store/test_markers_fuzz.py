@@ -12,17 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import chromadb
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.marking.mark import expand, mark
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.chat import chat_text
-from helpers.attacks import ATTACKS, CODEC, ISSUED, noise, own
-from helpers.store import WordBundle, passage
+from helpers.attacks import ATTACKS, CODEC, ISSUED, own
 
 PROMPTS = 430  # of each of the six kinds, with an attack in each of four places: 10,320 attacks
 ROLES = ("system", "user", "assistant", "user")
@@ -85,29 +81,3 @@ def test_only_what_was_issued_to_the_scope_resolves(kind: str, tiny_tokenizer: A
 def _without(text: str, markers: Sequence[str]) -> str:
     """The text without the markers that are in it, all taken out at once."""
     return "".join(re.split("|".join(map(re.escape, markers)), text))
-
-
-def test_hostile_documents_in_a_store() -> None:
-    """Marking, expanding and reading back documents full of attacks: nothing crashes, nothing of others comes out.
-
-    The attacks' own markers are of another key here; this store's are the two around and within them.
-    """
-    client = chromadb.EphemeralClient()
-    store = SoftContextStore(client, WordBundle(), collection="hostile", key=b"another key, as long as that")
-    secret = "ben's secret " + passage(1)
-    store.add([passage(0), secret], ["open", "secret"], progress=False)
-    bens = store.marker("secret", 4, "ben")
-    annas = store.marker("open", 4, "anna")
-
-    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(st.sampled_from(sorted(ATTACKS)).flatmap(ATTACKS.__getitem__) | noise, min_size=1, max_size=3))
-    def attack(attacks: list[str]) -> None:
-        texts = [f"{bens[:9]} {each}{bens}{annas}{bens[9:]} words" for each in attacks]
-        marked = mark(store, texts, on_missing="text", scope="anna")
-        prompt = "".join(marked)
-        assert "secret" not in expand(store, prompt, "anna")
-        markers = [part for part in store.split(prompt, "anna") if isinstance(part, Marker)]
-        assert set(store.text_of(markers)) <= {passage(0)}
-        assert expand(store, "".join(texts), "anna").count(passage(0)) == len(texts)
-
-    attack()
