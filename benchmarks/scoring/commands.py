@@ -40,6 +40,7 @@ def eval_(
         typer.Option(metavar="NAME...", help="Sets (file names without suffix) like the training data."),
     ] = None,
     extractive: Extractive = False,
+    card: Annotated[bool, typer.Option("--card", help="Also write F1 into BUNDLE's model card.")] = False,
     output: Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle against its baselines, with the tables of the papers.
@@ -51,7 +52,7 @@ def eval_(
     from benchmarks.scoring.judge import JudgeTable, load_judge
     from benchmarks.scoring.lingua import LLMLingua2
     from benchmarks.scoring.perplexity import PerplexityTable
-    from benchmarks.scoring.tables import case_table, macro_table
+    from benchmarks.scoring.tables import add_to_card, case_table, macro_table
     from benchmarks.timing.cost import CostTable
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.evaluation.answering import RATIOS, Asking
@@ -78,6 +79,9 @@ def eval_(
     if perplexity:
         extras["reconstruction_perplexity"] = PerplexityTable(ratios)
     scored = evaluate_sets(opened, sets, ratios, output, extras=extras, **asking)
+    if card:
+        add_to_card(opened, scored)
+        opened.save_report(bundle)
     texts = [f"### {name}\n\n{one.text}" for name, one in scored.items()]
     if len(scored) > 1:
         means = macro_table({name: one.scores for name, one in scored.items()}, in_domain or ())

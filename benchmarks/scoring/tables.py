@@ -12,6 +12,7 @@ from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SystemAnswers
 from ctx_compress_rag.evaluation.harness import Score
 from ctx_compress_rag.evaluation.questions import Question
+from ctx_compress_rag.evaluation.sets import SetScores
 from ctx_compress_rag.text.answers import contains_answer
 
 _CASES = {"TT": "always", "TF": "only without context", "FT": "only from full text", "FF": "never"}
@@ -62,3 +63,13 @@ def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str]
                 row["teacher-normalized gap"] = f"{gap:+.3f}"
         rows.append(row)
     return report.table(rows)
+
+
+def add_to_card(bundle: Bundle, scored: Mapping[str, SetScores]) -> None:
+    """Put each set's F1 into the bundle's report, from which its model card is written."""
+    for name, one in scored.items():
+        rows = [
+            {"context": s.system, "ratio": s.ratio, "f1": round(s.f1, 4), "error": round(s.f1_error, 4)}
+            for s in one.scores
+        ]
+        bundle.report.setdefault("scores", {})[name] = {"questions": one.questions, "f1": rows}

@@ -76,7 +76,6 @@ class Bundle(Decoder):
         self.reader = reader
         self.report = dict(report or {})
         self._fingerprint: str | None = None
-        self._folder: Path | None = None
 
     @classmethod
     def from_pretrained(
@@ -152,7 +151,6 @@ class Bundle(Decoder):
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
         bundle._fingerprint = fingerprint(config, bundle.backbone.commit, decoder, stored)
         bundle.report = read_report(folder / REPORT_FILE)
-        bundle._folder = folder
         if bundle.backbone.quantized:
             logger.warning(
                 "bundle %s is quantized: its slots differ slightly from those of the unquantized bundle, which has the "
@@ -223,21 +221,12 @@ class Bundle(Decoder):
         """
         save(self, Path(folder), int8=int8)
         self._fingerprint = None
-        self._save_report(Path(folder))
+        self.save_report(folder)
 
-    def save_report(self) -> None:
-        """Rewrite `report` and the model card in the folder that the bundle was loaded from, but not its weights.
-
-        Raises:
-            ConfigError: this bundle was made in this process, not loaded.
-        """
-        if self._folder is None:
-            raise ConfigError(f"bundle {self.config.name!r} was made in this process: give save_pretrained a folder")
-        self._save_report(self._folder)
-
-    def _save_report(self, folder: Path) -> None:
-        (folder / REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
+    def save_report(self, folder: str | Path) -> None:
+        """Write `report` and the model card into the bundle's folder, but not its weights."""
+        Path(folder, REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        Path(folder, "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the bundle to the Hugging Face hub; returns the commit's URL.

@@ -30,17 +30,16 @@ def agree(
     those that the bundle was trained for and the store can serve.
     """
     from ctx_compress_rag.evaluation import agreement
-    from ctx_compress_rag.evaluation.plots import check_plots
+    from ctx_compress_rag.evaluation.plots import new_figure
     from ctx_compress_rag.indexing.index import open_index
 
-    check_plots()
+    new_figure(1, 1)  # report a missing package before the work starts
     if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
         raise DataError(f"{questions!r} is JSON: give a text file with one question per line")
     asked = [line.strip() for line in shared.read_text(questions, "questions").splitlines() if line.strip()]
     Path(output).mkdir(parents=True, exist_ok=True)  # not only after the answers, which would be lost if it failed
     shared.quiet_models()
     with open_index(store, bundle) as index:
-        shared.note_what_it_reads(index.bundle)
         found = index.search(asked, k)
         given = [
             agreement.Asked(question, tuple(hit.text for hit in hits), tuple(hit.id for hit in hits))

@@ -61,7 +61,6 @@ def ask(
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
         from ctx_compress_rag.decoding.vllm import ServerDecoder
 
-        shared.note_what_it_reads(opened.bundle)
         [hits] = opened.search([question], k)
         config = opened.bundle.config
         asked_by = template or config.template

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +30,7 @@ def demo(
         if new
         else f"all {known} passages found in {store}: nothing compressed"
     )
-    print(f"retrieval found every passage needed for {report.retrieved} of {len(report.questions)} questions\n")
-    print(report.tables())
-    print(f"\nscore against ratio: {Path(report.picture).resolve()}")
+    questions = len(report.systems[0].answers)
+    print(f"retrieval found every passage needed for {report.retrieved} of {questions} questions\n")
+    print(report.tables)
+    print(f"\nscore against ratio: {report.picture.resolve()}")

@@ -8,7 +8,6 @@ import typer
 
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 
 
@@ -44,7 +43,6 @@ def eval_(
     batch_size: shared.BatchSize = 16,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
-    card: Annotated[bool, typer.Option("--card", help="Also write the scores into BUNDLE's model card.")] = False,
     output: shared.Output = "ctx-compress-eval",
 ) -> None:
     """Score a bundle against its baselines.
@@ -54,26 +52,22 @@ def eval_(
     that MiniLM finds more similar to the question. The default ratios are 4 8 16 32 64 128.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.files import SHIPPED
     from ctx_compress_rag.evaluation.answering import RATIOS
-    from ctx_compress_rag.evaluation.plots import check_plots
+    from ctx_compress_rag.evaluation.plots import new_figure
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
     from ctx_compress_rag.store.codec import check_codec
     from ctx_compress_rag.text.passage_vectors import load_minilm
     from ctx_compress_rag.text.sentences import sentences
 
-    check_plots()
+    new_figure(1, 1)  # report a missing package before the work starts
     if not no_extraction:
-        sentences("")  # report a missing package before the work starts
-    if card and bundle in SHIPPED:
-        raise ConfigError(f"--card cannot write into the shipped bundle {bundle!r}: give the folder of a copy")
+        sentences("")
     shared.check_template(template)
     if codec is not None:
         check_codec(codec)
     shared.quiet_models()
     sets = question_sets(data, questions, passages or 1)
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
-    shared.note_what_it_reads(opened)
     scored = evaluate_sets(
         opened,
         sets,
@@ -85,6 +79,5 @@ def eval_(
         max_new_tokens=max_tokens,
         extractive=extractive,
         batch_size=batch_size,
-        card=card,
     )
     print("\n\n".join(one.text for one in scored.values()), f"\n\nalso in {output}", sep="")

@@ -80,7 +80,6 @@ def index(
     given = open_input(str(path))  # before models are loaded and a store is made
     shared.quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
-        shared.note_what_it_reads(opened.bundle)
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune)
     what, name = f"{report.files} {given.kind} in {path}", opened.bundle.config.name
     print(shared.printable(_compressed(what, report.added, report.unchanged, name)))

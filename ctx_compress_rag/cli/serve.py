@@ -82,7 +82,6 @@ def serve(
         run.listen(host, port, keys is not None) as listener,
         run.open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened),
     ):
-        shared.note_what_it_reads(served)
         name = served.config.name
         decoder: TransformersDecoder
         if server is not None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ctx_compress_rag.errors import ConfigError, DataError, conversion
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.bundle import Bundle
 
 STORE = "chroma"
 """The folder of an index."""
@@ -117,16 +113,6 @@ def check_template(template: str | None) -> None:
     """
     if template is not None and not ("{context}" in template and "{question}" in template):
         raise ConfigError(f"--template {template!r} lacks {{context}} or {{question}}: add it")
-
-
-def note_what_it_reads(bundle: Bundle) -> None:
-    """Print a note if the bundle was not trained for general text."""
-    if bundle.config.reads != type(bundle.config).model_fields["reads"].default:
-        print(
-            f"note: bundle {bundle.config.name!r} reads only {bundle.config.reads}; for anything else, train one for "
-            "your decoder with `ctx-compress train RECIPE.yaml` and pass it with --bundle",
-            file=sys.stderr,
-        )
 
 
 def quiet_models() -> None:

@@ -93,16 +93,6 @@ def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def check_plots() -> None:
-    """Fail early if plots cannot be made, before long work that ends with one.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    with needs("train"):
-        import matplotlib  # noqa: F401
-
-
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure; `width` and `height` are in inches.
 

@@ -32,10 +32,11 @@ what each system answered, the set's folder) -> Markdown, and JSON values for sc
 
 @dataclass(frozen=True)
 class SetScores:
-    """What came out for a set: the scores, and all tables as Markdown."""
+    """What came out for a set: the scores, all tables as Markdown, and how many questions were asked."""
 
     scores: list[Score]
     text: str
+    questions: int
 
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
@@ -63,7 +64,6 @@ def evaluate_sets(
     output: str | Path,
     *,
     extras: Mapping[str, Extra] | None = None,
-    card: bool = False,
     **asking: Unpack[Asking],
 ) -> dict[str, SetScores]:
     """Score each set as `evaluate` does; write answers, scores and plots.
@@ -77,7 +77,6 @@ def evaluate_sets(
         ratios: see `evaluate`.
         output: a folder; each of several sets gets a folder in it.
         extras: more tables, by the name of their values in scores.json.
-        card: also write the scores into the bundle's model card.
         asking: how to ask.
 
     Returns: the scores of each set.
@@ -111,18 +110,8 @@ def evaluate_sets(
         left_out = f" ({too_long} are longer than the window)" if too_long else ""
         text = "\n\n".join([*tables, f"{len(questions)} questions from {name}{left_out}"])
         save(scores, text, folder, {**conditions(bundle, questions, **asking), **about})
-        if card:
-            _add_to_card(bundle, name, scores, len(questions))
-        results[name] = SetScores(scores, text)
+        results[name] = SetScores(scores, text, len(questions))
     return results
-
-
-def _add_to_card(bundle: Bundle, name: str, scores: Sequence[Score], questions: int) -> None:
-    rows = [
-        {"context": s.system, "ratio": s.ratio, "f1": round(s.f1, 4), "error": round(s.f1_error, 4)} for s in scores
-    ]
-    bundle.report.setdefault("scores", {})[name] = {"questions": questions, "f1": rows}
-    bundle.save_report()
 
 
 def fitting(

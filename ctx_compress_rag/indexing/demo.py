@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.indexing.ask import question_prompt
-from ctx_compress_rag.indexing.demo_corpus import Corpus, DemoQuestion, wikipedia_corpus
+from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
 from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
 from ctx_compress_rag.text.answers import token_f1
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
 
 FULL_TEXT = "full text"
 NO_CONTEXT = "no context"
 
+_RETRIEVED = 2  # passages per prompt
 _ANSWER_TOKENS = 32
 _COARSEST = 32
 _TIMED_QUESTIONS = 3
@@ -43,7 +41,7 @@ class DemoSystem:
         scores: token F1 of each answer.
         prompt_tokens: mean length of the prompts, a slot counted as a token.
         stored_bytes: size of what is stored of the whole corpus for these prompts.
-        first_token_ms: median time from retrieved passages to the first token, reading the store included.
+        first_token_ms: median time from the prompt to the first token, reading the store included.
     """
 
     label: str
@@ -66,44 +64,17 @@ class DemoReport:
 
     Attributes:
         stored: how many passages were compressed now, and how many before.
-        questions: the questions.
-        retrieved: for how many of them retrieval found every passage needed.
+        retrieved: for how many of the questions retrieval found every passage needed.
         systems: full text, soft context from the finest ratio to the coarsest, no context.
-        sources: for each question, where the passages in its prompt are from, the nearest first.
-        shown: the ratio whose answers are shown.
-        license: of the passages.
+        tables: the answers and the scores as text.
         picture: the plot of score against ratio, a PNG.
     """
 
     stored: Added
-    questions: tuple[DemoQuestion, ...]
     retrieved: int
-    systems: tuple[DemoSystem, ...]
-    sources: tuple[str, ...]
-    shown: int
-    license: str
+    systems: list[DemoSystem]
+    tables: str
     picture: Path
-
-    def tables(self) -> str:
-        """The answers and the scores as text."""
-        columns = [s for s in self.systems if s.ratio in (None, self.shown)]
-        answers = _table(
-            ["question", "expected", *(s.label for s in columns), "read from"],
-            [
-                [question.text, question.answers[0], *(" ".join(s.answers[i].split()) for s in columns), source]
-                for i, (question, source) in enumerate(zip(self.questions, self.sources, strict=True))
-            ],
-            [46, *[24] * (len(columns) + 1), 40],
-        )
-        scores = _table(
-            ["context", "answer F1", "prompt tokens", "bytes stored", "first token ms"],
-            [
-                [s.label, f"{s.score:.2f}", f"{s.prompt_tokens:.0f}", f"{s.stored_bytes:,}", f"{s.first_token_ms:.0f}"]
-                for s in self.systems
-            ],
-            [18] * 5,
-        )
-        return f"{answers}\n\n{scores}\n\npassages: {self.license}"
 
 
 def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
@@ -116,26 +87,19 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
         bundle: a bundle in place of the folder's own, or of the shipped one if the folder has none.
         progress: show progress bars.
     """
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
-
     folder = Path(folder)
     corpus = wikipedia_corpus()
     with open_index(folder, bundle, create=True) as index:
         stored = _add(index, corpus, progress)
-        hits = index.search([question.text for question in corpus.questions], corpus.retrieved)
+        hits = index.search([question.text for question in corpus.questions], _RETRIEVED)
         decoder = TransformersDecoder(index.bundle, index.store, batch_size=len(corpus.questions))
         systems = _compare(index, decoder, corpus, hits)
-    ratios = [s.ratio for s in systems if s.ratio]
+    needed = [{*question.needs} for question in corpus.questions]
     return DemoReport(
         stored=stored,
-        questions=corpus.questions,
-        retrieved=sum(
-            {hit.id for hit in found} >= set(q.needs) for q, found in zip(corpus.questions, hits, strict=True)
-        ),
-        systems=tuple(systems),
-        sources=tuple(", ".join(dict.fromkeys(hit.source for hit in found)) for found in hits),
-        shown=_SHOWN if _SHOWN in ratios else ratios[0],
-        license=corpus.license,
+        retrieved=sum({hit.id for hit in found} >= ids for ids, found in zip(needed, hits, strict=True)),
+        systems=systems,
+        tables=_tables(corpus, systems, hits),
         picture=_draw(systems, folder.with_name(f"{folder.name}.png")),
     )
 
@@ -152,27 +116,21 @@ def _add(index: PassageIndex, corpus: Corpus, progress: bool) -> Added:
 def _compare(
     index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, hits: list[list[Hit]]
 ) -> list[DemoSystem]:
-    from ctx_compress_rag.decoding.decoder import Sampling
-
-    def prompts_at(ratio: int | None) -> Callable[[int], Sequence[Message]]:
-        return lambda i: question_prompt(index.store, corpus.questions[i].text, hits[i], ratio, as_text=ratio is None)
-
     text_bytes = sum(len(passage.text.encode()) for passage in corpus.passages)
     soft_bytes = index.store.info().payload_bytes
-    kinds: list[tuple[str, int | None, int, Callable[[int], Sequence[Message]]]] = [
-        (FULL_TEXT, None, text_bytes, prompts_at(None)),
-        *(
-            (f"soft context {ratio}x", ratio, soft_bytes, prompts_at(ratio))
-            for ratio in sorted(index.bundle.config.ratios)
-            if ratio <= _COARSEST
-        ),
-        (NO_CONTEXT, None, 0, lambda i: question_prompt(index.store, corpus.questions[i].text, [])),
+    ratios = [ratio for ratio in sorted(index.bundle.config.ratios) if ratio <= _COARSEST]
+    kinds: list[tuple[str, int | None, int]] = [
+        (FULL_TEXT, None, text_bytes),
+        *((f"soft context {ratio}x", ratio, soft_bytes) for ratio in ratios),
+        (NO_CONTEXT, None, 0),
     ]
     systems: list[DemoSystem] = []
-    for label, ratio, size, prompt in kinds:
-        generations = decoder.generate(
-            [prompt(i) for i in range(len(corpus.questions))], Sampling(max_new_tokens=_ANSWER_TOKENS)
-        )
+    for label, ratio, size in kinds:
+        prompts = [
+            question_prompt(index.store, q.text, [] if label == NO_CONTEXT else found, ratio, as_text=ratio is None)
+            for q, found in zip(corpus.questions, hits, strict=True)
+        ]
+        generations = decoder.generate(prompts, Sampling(max_new_tokens=_ANSWER_TOKENS))
         answers = tuple(generation.text.strip() for generation in generations)
         systems.append(
             DemoSystem(
@@ -182,18 +140,43 @@ def _compare(
                 scores=tuple(token_f1(a, q.answers) for a, q in zip(answers, corpus.questions, strict=True)),
                 prompt_tokens=mean(generation.prompt_tokens for generation in generations),
                 stored_bytes=size,
-                first_token_ms=median(_first_token_ms(decoder, prompt, i) for i in range(_TIMED_QUESTIONS)),
+                first_token_ms=median(_first_token_ms(decoder, prompt) for prompt in prompts[:_TIMED_QUESTIONS]),
             )
         )
     return systems
 
 
-def _first_token_ms(decoder: TransformersDecoder, prompt: Callable[[int], Sequence[Message]], question: int) -> float:
-    from ctx_compress_rag.decoding.decoder import Sampling
-
+def _first_token_ms(decoder: TransformersDecoder, prompt: Sequence[Message]) -> float:
     began = time.perf_counter()
-    decoder.generate([prompt(question)], Sampling(max_new_tokens=1))
+    decoder.generate([prompt], Sampling(max_new_tokens=1))
     return 1000 * (time.perf_counter() - began)
+
+
+def _tables(corpus: Corpus, systems: Sequence[DemoSystem], hits: list[list[Hit]]) -> str:
+    """The answers at one ratio, and the scores at all."""
+    ratios = [s.ratio for s in systems if s.ratio]
+    shown = [s for s in systems if s.ratio in (None, _SHOWN if _SHOWN in ratios else ratios[0])]
+    rows = [
+        [
+            question.text,
+            question.answers[0],
+            *(" ".join(s.answers[i].split()) for s in shown),
+            ", ".join(dict.fromkeys(hit.source for hit in found)),
+        ]
+        for i, (question, found) in enumerate(zip(corpus.questions, hits, strict=True))
+    ]
+    answers = _table(
+        ["question", "expected", *(s.label for s in shown), "read from"], rows, [46, *[24] * (len(shown) + 1), 40]
+    )
+    scores = _table(
+        ["context", "answer F1", "prompt tokens", "bytes stored", "first token ms"],
+        [
+            [s.label, f"{s.score:.2f}", f"{s.prompt_tokens:.0f}", f"{s.stored_bytes:,}", f"{s.first_token_ms:.0f}"]
+            for s in systems
+        ],
+        [18] * 5,
+    )
+    return f"{answers}\n\n{scores}\n\npassages: {LICENSE}"
 
 
 def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:

@@ -10,7 +10,7 @@ from ctx_compress_rag.indexing.index import make_passage
 from ctx_compress_rag.store import Passage
 
 _WIKIPEDIA = Path(__file__).with_name("demo_passages.json")
-_XQUAD = "Wikipedia's authors, as chosen for XQuAD, CC BY-SA 4.0"
+LICENSE = "Wikipedia's authors, as chosen for XQuAD, CC BY-SA 4.0"
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,10 @@ class DemoQuestion:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Passages and questions, none of which a shipped bundle was trained on.
-
-    Attributes:
-        passages: to index.
-        questions: to ask.
-        retrieved: passages per prompt.
-        license: authors and license of the passages.
-    """
+    """Passages to index and questions to ask, none of which a shipped bundle was trained on."""
 
     passages: tuple[Passage, ...]
     questions: tuple[DemoQuestion, ...]
-    retrieved: int
-    license: str
 
 
 def wikipedia_corpus() -> Corpus:
@@ -47,4 +38,4 @@ def wikipedia_corpus() -> Corpus:
         DemoQuestion(row["question"], tuple(row["answers"]), (str(passages[row["passage"]].id),))
         for row in data["questions"]
     )
-    return Corpus(passages, questions, retrieved=2, license=_XQUAD)
+    return Corpus(passages, questions)

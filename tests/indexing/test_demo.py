@@ -50,7 +50,7 @@ def test_the_report_is_of_one_store_and_one_decoder(report: DemoReport, bundle_f
     assert report.picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     full, *soft, none = report.systems
     for system in report.systems:
-        expected = [token_f1(a, q.answers) for a, q in zip(system.answers, report.questions, strict=True)]
+        expected = [token_f1(a, q.answers) for a, q in zip(system.answers, wikipedia_corpus().questions, strict=True)]
         assert system.scores == pytest.approx(expected)
         assert system.score == pytest.approx(mean(expected))
         assert system.first_token_ms > 0
@@ -76,7 +76,7 @@ def test_a_second_run_compresses_nothing_and_says_so(
     for system in report.systems:
         line = next(line for line in out.splitlines() if line.startswith(f"{system.label}  "))
         assert f"{system.score:.2f}" in line and f"{system.stored_bytes:,}" in line
-    for question in report.questions:
+    for question in wikipedia_corpus().questions:
         assert question.text[:40] in out
     client = chromadb.PersistentClient(str(folder))
     assert client.get_collection("passages").count() == client.get_collection("passages-ctx").count() == 24

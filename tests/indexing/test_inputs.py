@@ -49,13 +49,12 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": "cut', "line 2: not JSON"),
-        ('{"txt": "a"}', 'line 2: there is no "text"'),
-        ('{"text": 3}', 'line 2: there is no "text"'),
-        ('["text"]', 'line 2: there is no "text"'),
-        (r'{"text": "\ud800"}', "line 2: the text is not valid Unicode"),
-        (r'{"text": "a", "id": "\ud800"}', "line 2: the id is not valid Unicode"),
-        ('{"text": ' + "[" * 100_000, "line 2: not JSON"),
+        ('{"text": "cut', "line 2: .*JSON"),
+        ('{"txt": "a"}', "line 2: text is missing"),
+        ('{"text": 3}', "line 2: text: .*3"),
+        ('["text"]', r"line 2: .*'text'"),
+        (r'{"text": "a", "id": "\ud800"}', "line 2: .*JSON"),
+        ('{"text": ' + "[" * 100_000, "line 2: .*JSON"),
         (b'{"text": "caf\xe9"}', "line 2: not UTF-8 .* iconv -f LATIN1 -t UTF-8"),
     ],
 )
@@ -129,14 +128,14 @@ def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
         compress_collection(tmp_path / "chroma", "dogs", str(bundle_folder))
 
 
-def test_links_to_nothing_or_to_folders_and_devices_are_counted(tmp_path: Path) -> None:
+def test_links_to_nothing_or_to_folders_and_devices_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("A text.", encoding="utf-8")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe.txt")
     given = open_input(tmp_path)
     assert [text.source for text in given.texts()] == ["one.txt"]
-    assert "3 of other types (2 broken links and devices, 1 links to folders)" in given.skipped()
+    assert given.skipped() == "skipped: 2 .txt"
 
 
 READ = """
@@ -162,7 +161,7 @@ def test_what_is_in_a_folder_that_cannot_be_read_is_not_gone(tmp_path: Path, mod
     assert done.returncode == 0, done.stderr
     read, cannot, skipped = json.loads(done.stdout)
     assert (read, cannot) == (["closed.txt", "open.txt"], [True, False, False])
-    assert skipped == f"skipped files: 0 empty, 1 unreadable (1 {'.txt' if mode else 'folders'})"
+    assert skipped == f"skipped: 1 {'.txt' if mode else 'folders'}"
     assert f"closed{'/a.txt' if mode else ''}': it cannot be read (Permission denied)" in done.stderr
 
 
