@@ -77,10 +77,6 @@ class ServerError(CtxCompressError):
     """The server that runs the decoder cannot be reached, refuses a request, or ends in the middle of an answer."""
 
 
-class WorkerError(CtxCompressError):
-    """Ray workers did not return all passages. The returned ones are stored: call again to resume."""
-
-
 class MissingExtraError(CtxCompressError, ImportError):
     """An optional package is needed but not installed."""
 

@@ -20,7 +20,7 @@ from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapte
 from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
-from ctx_compress_rag.adaptation.predicted import BaseAdapter, PredictedUpdate
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
@@ -32,6 +32,16 @@ logger = logging.getLogger(__name__)
 ALONE, BASE = "decoder alone", "base adapter"
 AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps
 _AVERAGED = 16  # contexts
+
+
+@dataclass(frozen=True, eq=False)
+class BaseAdapter(Adaptation):
+    """The base retrieval adapter, whatever the demonstrations. None is the decoder alone."""
+
+    base: Adapter | None
+
+    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+        return Adapted(self.base)
 
 
 @dataclass(frozen=True, eq=False)

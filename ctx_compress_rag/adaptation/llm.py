@@ -32,8 +32,7 @@ class AdaptableLLM(DecoderLLM):
 
         Args:
             demonstrations: solved examples: question, passages, answer.
-            adaptation: a way to adapt, or the folder of an update predictor or a peft adapter; by default the
-                LLM's own `predictor`.
+            adaptation: a way to adapt, or the folder of an update predictor; by default the LLM's own `predictor`.
             ratio: read the demonstrations' passages as soft contexts of the store with this many source tokens per
                 slot (missing ones are compressed); None reads them as they are, texts or markers.
 
@@ -41,7 +40,7 @@ class AdaptableLLM(DecoderLLM):
             ConfigError: there are no demonstrations, or no adaptation, or the decoder runs in a server.
             BundleError: the folder holds nothing for this decoder.
         """
-        from ctx_compress_rag.adaptation.predicted import load_adaptation
+        from ctx_compress_rag.adaptation.predicted import load_predictor
 
         chosen = adaptation or self.predictor
         if chosen is None:
@@ -51,7 +50,7 @@ class AdaptableLLM(DecoderLLM):
             if ratio is not None:
                 demonstrations = [demonstration.marked(self.store, ratio) for demonstration in demonstrations]
             if isinstance(chosen, str | Path):
-                chosen = load_adaptation(chosen, decoder)
+                chosen = load_predictor(chosen, decoder)
             return self._with_decoder(decoder.adapt(demonstrations, chosen))
 
     def with_adapter(self, folder: str | Path) -> Self:

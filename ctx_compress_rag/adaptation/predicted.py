@@ -19,7 +19,7 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd
 from ctx_compress_rag.bundle.decoder import Decoder
-from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE, read_tensors
+from ctx_compress_rag.bundle.files import read_tensors
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict, explain
@@ -28,17 +28,7 @@ BASE_FOLDER = "base"
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
-_LOADED: WeakKeyDictionary[Decoder, dict[Path, tuple[list[tuple[Path, int]], Adaptation]]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, eq=False)
-class BaseAdapter(Adaptation):
-    """The base retrieval adapter, whatever the demonstrations. None is the decoder alone."""
-
-    base: Adapter | None
-
-    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        return Adapted(self.base)
+_LOADED: WeakKeyDictionary[Decoder, dict[Path, tuple[list[tuple[Path, int]], PredictedUpdate]]] = WeakKeyDictionary()
 
 
 class PredictorConfig(Strict):
@@ -160,24 +150,17 @@ class PredictedUpdate(Adaptation):
         return made
 
 
-def load_adaptation(folder: str | Path, decoder: AdaptiveDecoder) -> Adaptation:
-    """Load an adaptation from its folder: an update predictor, or a LoRA adapter in peft's format.
-
-    It is read once for each bundle, and again if a file in the folder has changed.
+def load_predictor(folder: str | Path, decoder: AdaptiveDecoder) -> PredictedUpdate:
+    """Load an update predictor; it is read once for each bundle, and again if a file in the folder has changed.
 
     Raises:
-        BundleError: the folder holds none of them, or one for another decoder.
+        BundleError: the folder holds none, or one for another decoder.
     """
     folder = Path(folder).resolve()
     stamp = [(file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
     kept = _LOADED.setdefault(decoder.bundle, {})
     if folder not in kept or kept[folder][0] != stamp:
-        found: Adaptation
-        if (folder / ADAPTER_CONFIG_FILE).exists():
-            found = BaseAdapter(Adapter.from_pretrained(folder, decoder.bundle.backbone.model))
-        else:
-            found = PredictedUpdate.from_pretrained(folder, decoder)
-        kept[folder] = (stamp, found)
+        kept[folder] = (stamp, PredictedUpdate.from_pretrained(folder, decoder))
     return kept[folder][1]
 
 

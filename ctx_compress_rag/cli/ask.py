@@ -48,8 +48,8 @@ def ask(
 
     The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages with their files.
     """
-    from ctx_compress_rag.indexing.ask import question_prompt
     from ctx_compress_rag.indexing.index import open_index
+    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
@@ -60,11 +60,22 @@ def ask(
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
         from ctx_compress_rag.decoding.vllm import ServerDecoder
+        from ctx_compress_rag.marking.mark import mark
 
         [hits] = opened.search([question], k)
         config = opened.bundle.config
-        asked_by = template or config.template
-        prompt = question_prompt(opened.store, question, hits, ratio, asked_by, token_budget=token_budget, as_text=text)
+        texts = [hit.text for hit in hits]
+        if not text:
+            texts = mark(
+                opened.store,
+                texts,
+                [hit.id for hit in hits],
+                ratio=ratio,
+                token_budget=token_budget,
+                scores=[hit.similarity for hit in hits],
+                question=question,
+            )
+        prompt = messages(template or config.template, PASSAGE_SEPARATOR.join(texts), question)
         decoder = (
             TransformersDecoder(opened.bundle, opened.store)
             if server is None

@@ -12,15 +12,14 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
 from ctx_compress_rag.evaluation import report
+from ctx_compress_rag.evaluation.answering import FULL, NONE, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.evaluation.statistics import standard_error
-from ctx_compress_rag.indexing.ask import question_prompt
 from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
 from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.text.answers import token_f1
-
-FULL_TEXT = "full text"
-NO_CONTEXT = "no context"
+from ctx_compress_rag.text.templates import TEMPLATES
 
 _RETRIEVED = 2  # passages per prompt
 _ANSWER_TOKENS = 32
@@ -120,16 +119,18 @@ def _compare(
     soft_bytes = index.store.info().payload_bytes
     ratios = [ratio for ratio in sorted(index.bundle.config.ratios) if ratio <= _COARSEST]
     kinds: list[tuple[str, int | None, int]] = [
-        (FULL_TEXT, None, text_bytes),
+        (FULL, None, text_bytes),
         *((f"soft context {ratio}x", ratio, soft_bytes) for ratio in ratios),
-        (NO_CONTEXT, None, 0),
+        (NONE, None, 0),
     ]
     systems: list[DemoSystem] = []
     for label, ratio, size in kinds:
-        prompts = [
-            question_prompt(index.store, q.text, [] if label == NO_CONTEXT else found, ratio, as_text=ratio is None)
-            for q, found in zip(corpus.questions, hits, strict=True)
-        ]
+        prompts = []
+        for q, found in zip(corpus.questions, hits, strict=True):
+            texts = [] if label == NONE else [hit.text for hit in found]
+            if ratio is not None:
+                texts = mark(index.store, texts, [hit.id for hit in found], question=q.text, ratio=ratio)
+            prompts.append(prompt_of(TEMPLATES[0], texts, q.text))
         generations = decoder.generate(prompts, Sampling(max_new_tokens=_ANSWER_TOKENS))
         answers = tuple(generation.text.strip() for generation in generations)
         systems.append(

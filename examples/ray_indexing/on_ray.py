@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ctx_compress_rag.errors import ConfigError, WorkerError
+from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.store.passage import Passage
 from ray_indexing.worker import CompressPassages
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 65_536
 """Size of the blocks in which Ray passes on a stream; its default, 128 MB, would take hours to compress."""
+
+
+class WorkerError(CtxCompressError):
+    """Ray workers did not return all passages. The returned ones are stored: call again to resume."""
 
 
 def store_dataset(dataset: Any, store: SoftContextStore, bundle: str, workers: int, scope: str | None = None) -> int:

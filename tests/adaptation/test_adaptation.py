@@ -14,11 +14,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.adaptation.systems import TestTimeSGD
+from benchmarks.adaptation.systems import BaseAdapter, TestTimeSGD
 from ctx_compress_rag.adaptation.adapter import Adapter, applied, projections
 from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.predicted import BaseAdapter
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened

@@ -16,13 +16,13 @@ from benchmarks.__main__ import main
 from benchmarks.adaptation.cost import AdaptationCost, phases
 from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.run import SystemScore, evaluate, verdict
-from benchmarks.adaptation.systems import Recipes, System, TestTimeSGD, mean_over
+from benchmarks.adaptation.systems import BaseAdapter, Recipes, System, TestTimeSGD, mean_over
 from benchmarks.timing.phases import count_flops
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
-from ctx_compress_rag.adaptation.predicted import BaseAdapter, PredictedUpdate, PredictorConfig
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.generation import Sampling

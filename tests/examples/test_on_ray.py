@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.errors import FingerprintMismatchError, WorkerError
+from ctx_compress_rag.errors import FingerprintMismatchError
 from ctx_compress_rag.store import Passage, SoftContextStore
-from ray_indexing.on_ray import store_dataset
+from ray_indexing.on_ray import WorkerError, store_dataset
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = pytest.mark.slow  # a cluster takes half a minute to start
