@@ -1,4 +1,4 @@
-"""A SoftContextStore and other processes: kills, locks, forks."""
+"""A SoftContextStore and other processes: locks, forks; `tests/cli` kills a write."""
 
 from __future__ import annotations
 
@@ -12,39 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
 from ctx_compress_rag.store import AddReport, SoftContextStore
 from ctx_compress_rag.store.lock import ACCESS_FILE, LOCK_FILE, TURN_FILE
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
-
-
-def test_kill_in_the_middle_loses_nothing_and_a_rerun_completes(tmp_path: Path, bundle: WordBundle) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    code = f"""{WRITE}
-import os, signal
-class Dying(WordBundle):
-    def compress(self, texts, ratio=None):
-        if len(self.calls) == 3:
-            print(sum(map(len, self.calls)), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().compress(texts, ratio)
-SoftContextStore(sys.argv[1], Dying()).add([passage(i, 300) for i in range(200)], [f"p{{i}}" for i in range(200)])
-"""
-    run = run_python(code, killed)
-    assert run.returncode == -9
-    with SoftContextStore(killed, bundle) as store, SoftContextStore(whole, bundle) as reference:
-        survived = len(store)
-        ids, texts = [f"p{i}" for i in range(200)], [passage(i, 300) for i in range(200)]
-        assert survived == int(run.stdout) < 200  # the batches that were written before the fourth
-        assert store.add(texts, ids) == AddReport(added=200 - survived, updated=0, unchanged=survived)
-        reference.add(texts, ids)
-        for one, other in zip(store.get(ids), reference.get(ids), strict=True):
-            assert torch.equal(one.slots, other.slots)
-        assert store.get_passages(ids) == reference.get_passages(ids)
-        assert store.add(texts, ids).unchanged == 200
 
 
 @contextmanager
