@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -65,12 +66,15 @@ def serve(
     `GET /metrics` has metrics. Markers belong to the scope of the request's API key; without keys, the server answers
     only this machine, in the store's own scope.
     """
+    from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import TransformersDecoder
     from ctx_compress_rag.decoding.vllm import ServerDecoder
+    from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.server import run
     from ctx_compress_rag.server.api_keys import find_keys
     from ctx_compress_rag.server.app import create_app
     from ctx_compress_rag.server.guard import Limits
+    from ctx_compress_rag.store import SoftContextStore
 
     shared.check_apart(server=server, batch_size=batch_size)
     keys = find_keys(api_keys)
@@ -78,10 +82,16 @@ def serve(
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
     limits = Limits(max_body, max_requests, max_tokens, longest_answer)
     shared.quiet_models()
-    with (
-        run.listen(host, port, keys is not None) as listener,
-        run.open_store(store, bundle, collection, device=device, dtype=dtype) as (served, opened),
-    ):
+    with ExitStack() as stack:
+        listener = stack.enter_context(run.listen(host, port, keys is not None))
+        if collection is None:
+            index = stack.enter_context(open_index(store, bundle, device=device, dtype=dtype))
+            served, opened = index.bundle, index.store
+        elif bundle is None:
+            raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
+        else:
+            served = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+            opened = stack.enter_context(SoftContextStore(store, served, collection=collection))
         name = served.config.name
         decoder: TransformersDecoder
         if server is not None:

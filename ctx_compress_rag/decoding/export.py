@@ -20,16 +20,14 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-r
 
 @dataclass(frozen=True)
 class Served:
-    """The names of a bundle's decoder on a server.
+    """The names of a bundle's decoder on a server, besides the bundle's own, which the decoder's weights have.
 
     Attributes:
-        base: the decoder's own weights.
         text: what reads prompts without slots.
         soft: what reads prompts with slots.
         adapters: for each name that is an adapter, its name in the backbone.
     """
 
-    base: str
     text: str
     soft: str
     adapters: Mapping[str, str]
@@ -61,7 +59,7 @@ def served(bundle: Bundle) -> Served:
     if TEACHER in bundle.backbone.adapters:
         text = f"{name}-{TEACHER}"
         adapters[text] = TEACHER
-    return Served(name, text, soft, adapters)
+    return Served(text, soft, adapters)
 
 
 def export(bundle: Bundle, folder: str | Path) -> list[str]:
@@ -80,8 +78,8 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
     write_decoder(backbone.model, bundle.tokenizer, decoder)
     backbone.model.generation_config.save_pretrained(decoder)
     save_file(backbone.own_state(), decoder / WEIGHTS_FILE, metadata={"format": "pt"})
-    command = ["vllm", "serve", str(decoder), "--served-model-name", names.base, "--enable-prompt-embeds"]
-    command += ["--dtype", dtype_name(backbone.model.dtype)]
+    command = ["vllm", "serve", str(decoder), "--served-model-name", bundle.config.name]
+    command += ["--enable-prompt-embeds", "--dtype", dtype_name(backbone.model.dtype)]
     if backbone.window is not None:
         command += ["--max-model-len", str(backbone.window)]
     # In JSON, a small decoder that may write blank lines writes nothing else; only a backend that is chosen with the

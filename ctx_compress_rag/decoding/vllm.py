@@ -190,7 +190,7 @@ class ServerDecoder(TransformersDecoder):
                 f"{self.server} has no model {body['model']!r} (it has {sorted(self._windows)}): start it with the "
                 "command that `ctx-compress export` prints"
             )
-        window = self._windows[body["model"]] or self._windows.get(self._names.base)
+        window = self._windows[body["model"]] or self._windows.get(self.bundle.config.name)
         if window is None:
             return
         if prompt.length >= window:

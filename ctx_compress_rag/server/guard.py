@@ -117,9 +117,9 @@ class Guard:
         """Whether a `Host` or `Origin` header names this machine, or a host that is allowed."""
         try:
             name = urlsplit(address if "//" in address else f"//{address}").hostname or ""
-            return name == "localhost" or name in self._hosts or ipaddress.ip_address(name).is_loopback
         except ValueError:
             return False
+        return name in self._hosts or is_local(name)
 
     async def _count(self, route: str, scope: Any, receive: Any, send: Any) -> None:
         began, status = time.perf_counter(), 500
@@ -168,6 +168,14 @@ class Guard:
             return messages.pop() if messages else await receive()  # the next message is the disconnect
 
         await self._app(scope, replay, send)
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name or address is this machine's own, which others cannot reach."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _refused(

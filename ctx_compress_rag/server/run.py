@@ -1,19 +1,14 @@
-"""Open what is served, take an address, and run the app on uvicorn until a signal stops it."""
+"""Take an address, and run the app on uvicorn until a signal stops it."""
 
 from __future__ import annotations
 
-import ipaddress
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.indexing.index import open_index
-from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.server.guard import is_local
 
 with needs("serve"):
     import uvicorn
@@ -24,40 +19,6 @@ _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. A client that reuses a connection may send a request just as it closes,
 and loses the request: the shorter this time, the more often."""
 _BACKLOG = 2048
-
-
-@contextmanager
-def open_store(
-    folder: str | Path,
-    bundle: str | None,
-    collection: str | None = None,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-) -> Iterator[tuple[Bundle, SoftContextStore]]:
-    """The bundle and the store to serve.
-
-    Args:
-        folder: a Chroma folder.
-        bundle: a bundle's folder, shipped name or hub id; None takes the index's own.
-        collection: the app's own collection, whose soft contexts are served; None for an index.
-        device: see `Bundle.from_pretrained`.
-        dtype: see `Bundle.from_pretrained`.
-
-    Raises:
-        ConfigError: a collection is given without a bundle.
-        StoreError: there is no store, or it cannot be opened.
-        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
-    """
-    if collection is None:
-        with open_index(folder, bundle, device=device, dtype=dtype) as index:
-            yield index.bundle, index.store
-        return
-    if bundle is None:
-        raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
-    loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
-    with SoftContextStore(folder, loaded, collection=collection) as store:
-        yield loaded, store
 
 
 def listen(host: str, port: int, guarded: bool) -> socket.socket:
@@ -106,11 +67,3 @@ def configuration(app: Any, grace: int = 30) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE,
         h11_max_incomplete_event_size=HEAD_BYTES,
     )
-
-
-def is_local(host: str) -> bool:
-    """Whether a host name or address is this machine's own, which others cannot reach."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

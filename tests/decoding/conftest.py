@@ -1,29 +1,20 @@
-"""A tiny decoder whose text and soft decoding differ, with a store of passages."""
+"""A tiny decoder with a store of passages, and prompts of every kind for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import chromadb
 import pytest
-import torch
 
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION
-from helpers.models import widen
 
 
 @pytest.fixture(scope="package")
-def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
-    """Adapters and weights drawn wide: text and soft decoding differ, and so do answers."""
-    made = make_tiny_bundle(seed=3)
-    widen(made.backbone.model, seed=4)
-    with torch.no_grad():  # embeddings and head are tied: no text ends before its budget
-        made.backbone.embeddings.weight[made.tokenizer.eos_token_id] = 0
-    made.reader.initialize(1.0)
-    return made
+def bundle(talkative: Any) -> Any:
+    return talkative
 
 
 @pytest.fixture(scope="package")
@@ -35,7 +26,7 @@ def store(bundle: Any) -> SoftContextStore:
 
 @pytest.fixture(scope="package")
 def decoder(bundle: Any, store: SoftContextStore) -> TransformersDecoder:
-    return TransformersDecoder(bundle, store, batch_size=3)
+    return TransformersDecoder(bundle, store)
 
 
 @pytest.fixture(scope="package")

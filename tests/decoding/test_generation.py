@@ -37,20 +37,6 @@ def test_a_long_stop_string_costs_no_more_than_the_text(bundle: Any) -> None:
     assert sent and not watch.done[0] and "x" not in "".join(sent)
 
 
-def test_stop_strings_end_the_text_before_them(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    free = decoder.generate(prompts[:3], Sampling(max_new_tokens=24))
-    for prompt, answer in zip(prompts, free, strict=False):
-        middle = len(answer.text) // 2
-        stop = answer.text[middle : middle + 5]
-        sampling = Sampling(max_new_tokens=24, stop=("never appears", stop))
-        [cut] = decoder.generate([prompt], sampling)
-        assert cut.text == answer.text.split(stop)[0]
-        assert cut.finish_reason == "stop"
-        assert cut.completion_tokens < answer.completion_tokens
-        *pieces, last = decoder.stream(prompt, sampling)
-        assert last == cut and "".join(str(piece) for piece in pieces) == cut.text
-
-
 def test_end_tokens_and_budgets(decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = decoder.bundle.tokenizer
     [free] = decoder.generate([QUESTION], Sampling(max_new_tokens=8))

@@ -21,15 +21,6 @@ from helpers import architectures
 TOKENS = 8
 
 
-@pytest.fixture
-def prompts(decoder: TransformersDecoder) -> list[Any]:
-    """With slots and without, of different lengths."""
-    assert decoder.store is not None
-    markers = decoder.store.markers(decoder.store.ids()[:2], 4)
-    contents = ["What is it?", f"{markers[0]} What is it about?", f"{markers[1]} Who?", "Who was it that came?"]
-    return [[{"role": "user", "content": content}] for content in contents]
-
-
 def by_transformers(decoder: TransformersDecoder, prompt: Prompt) -> tuple[list[int], list[float]]:
     """Token ids of a greedy answer, and transformers' own scores of them."""
     backbone = decoder.bundle.backbone

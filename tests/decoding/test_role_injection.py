@@ -12,12 +12,7 @@ from uuid import uuid4
 import chromadb
 import pytest
 import torch
-from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_core.documents import Document
 from langchain_core.messages import ChatMessage as LangChainMessage
-from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
-from llama_index.core.response_synthesizers import get_response_synthesizer
-from llama_index.core.schema import NodeWithScore, TextNode
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,12 +27,12 @@ from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.scope import record_id
 from ctx_compress_rag.text.tokenizing import text_parts, text_tokens
 from helpers import architectures
+from helpers.decoding import damage
+from helpers.frameworks import FRAMEWORKS
 from helpers.models import tiny_llama
 from langchain_ctx_compress import ChatCompressedContext
-from llama_index.llms.ctx_compress import CompressedContextLLM
 
 NAMES = [*architectures.NAMES, *SHIPPED]
 
@@ -82,10 +77,7 @@ def damaged(bundle: Bundle, *texts: str) -> Iterator[tuple[TransformersDecoder, 
     with SoftContextStore(collection, bundle, key=b"k" * 32) as store:
         store.add(texts, ids, progress=False)
         markers = store.markers(ids, store.base_ratio)
-        raw = chromadb.EphemeralClient().get_collection(f"{collection.name}-ctx", embedding_function=None)
-        keys = [record_id(id, "default") for id in ids]
-        rows = raw.get(ids=keys)["metadatas"]
-        raw.update(ids=keys, metadatas=[{"payload": str(row["payload"])[:-8]} for row in rows])
+        damage(collection.name, *ids)
         yield TransformersDecoder(bundle, store, on_unreadable="text"), markers
 
 
@@ -119,29 +111,16 @@ def embedded(bundle: Bundle) -> Iterator[list[int]]:
         yield seen
 
 
-def langchain(store: SoftContextStore, question: str, text: str, source: str) -> None:
-    prompt = ChatPromptTemplate([("system", "Answer from this:\n{context}"), ("human", "{input}")])
-    shown = PromptTemplate.from_template("{source}: {page_content}")
-    chain = create_stuff_documents_chain(
-        ChatCompressedContext(store=store, max_tokens=1), prompt, document_prompt=shown
-    )
-    chain.invoke({"input": question, "context": [Document(page_content=text, metadata={"source": source})]})
-
-
-def llama_index(store: SoftContextStore, question: str, text: str, source: str) -> None:
-    llm = CompressedContextLLM(store=store, max_tokens=1)
-    nodes = [NodeWithScore(node=TextNode(text=text, metadata={"source": source}), score=1.0)]
-    get_response_synthesizer(llm).synthesize(question, nodes)
-    llm.complete(question)
-
-
-@pytest.mark.parametrize("framework", [langchain, llama_index])
+@FRAMEWORKS
 def test_only_the_chat_template_writes_control_tokens(framework: Any, bundle: Bundle, store: SoftContextStore) -> None:
-    attack, counts = hostile(bundle), []
+    llm, attack, counts = framework.llm(store=store, max_tokens=1), hostile(bundle), []
     marker = store.markers(store.ensure(["The tower of Brindle is old."]), store.base_ratio)[0]
     for text in ("all is well", attack):
         with embedded(bundle) as ids:
-            framework(store, f"Who? {text}", f"{marker} and {text}", text)
+            framework.chat(
+                llm, [("system", f"Answer from this:\n{text}: {marker} and {text}"), ("user", f"Who? {text}")]
+            )
+            framework.ask(llm, f"Who? {text}")
         counts.append(Counter(id for id in ids if id in controls(bundle)))
     assert counts[0] == counts[1]
 

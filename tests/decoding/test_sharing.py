@@ -1,4 +1,4 @@
-"""Concurrent calls share forward passes, and each gets what it gets alone."""
+"""Batches, streams and concurrent calls share forward passes, and each prompt gets what it gets alone."""
 
 from __future__ import annotations
 
@@ -14,37 +14,19 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import chromadb
 import pytest
 import torch
 
 from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
-from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import scope
 from helpers import architectures
-from helpers.decoding import WAIT, held, wait_for
+from helpers.decoding import QUESTION, WAIT, held, in_thread, wait_for
 from helpers.langchain import TEXTS
 
 QUESTIONS = [f"What about {name}, and what else? {'Say more. ' * length}" for length, name in enumerate(TEXTS)]
-
-
-@pytest.fixture(scope="module")
-def decoder(talkative: Any) -> TransformersDecoder:
-    store = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="sharing", key=b"k" * 16)
-    store.add(list(TEXTS.values()), list(TEXTS), progress=False)
-    return TransformersDecoder(talkative, store)
-
-
-@pytest.fixture(scope="module")
-def prompts(decoder: TransformersDecoder) -> list[Any]:
-    """Of several lengths, with and without slots, raw and chat."""
-    assert decoder.store is not None
-    markers = decoder.store.markers(list(TEXTS), 4)
-    chats = [[{"role": "user", "content": f"{marker} {text}"}] for marker, text in zip(markers, QUESTIONS, strict=True)]
-    return [*chats, *QUESTIONS]
 
 
 @contextmanager
@@ -89,6 +71,54 @@ def test_callers_with_settings_of_their_own_get_what_they_get_alone(
         together = list(pool.map(ask, range(len(cases)), timeout=WAIT))
     assert together == alone
     assert max(seen) > 2 and len(seen) < sum(answer.completion_tokens for answer in alone) / 2
+
+
+def test_a_batch_answers_as_each_prompt_alone(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+    sampling = Sampling(max_new_tokens=12)
+    together = decoder.generate(prompts, sampling)
+    assert together == [decoder.generate([prompt], sampling)[0] for prompt in prompts]
+    assert [answer.slots > 0 for answer in together] == [True, False, True, True, False, True]
+    assert len({answer.text for answer in together}) == len(prompts)
+    assert decoder.generate([]) == []
+
+
+def test_the_consumer_may_generate_between_pieces_and_change_threads(decoder: TransformersDecoder) -> None:
+    def consume() -> tuple[str, str]:
+        stream = decoder.stream(QUESTION, Sampling(max_new_tokens=8))
+        text = str(next(stream))
+        [nested] = decoder.generate([QUESTION], Sampling(max_new_tokens=8))
+        while not isinstance(piece := in_thread(lambda: next(stream)), Generation):
+            text += piece
+        return text, nested.text
+
+    text, nested = in_thread(consume)
+    assert text == nested
+
+
+def test_a_thread_that_holds_the_decoder_may_generate_but_not_stream(decoder: TransformersDecoder) -> None:
+    def consume() -> list[Generation]:
+        with decoder.bundle.text_decoder():
+            with pytest.raises(CtxCompressError, match="this thread holds the decoder"):
+                next(decoder.stream(QUESTION))
+            return decoder.generate([QUESTION], Sampling(max_new_tokens=4))
+
+    assert in_thread(consume) == decoder.generate([QUESTION], Sampling(max_new_tokens=4))
+
+
+def test_an_error_while_streaming_reaches_the_consumer(
+    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = decoder.stream(QUESTION)
+    monkeypatch.setattr(decoder.bundle.backbone.model, "forward", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        in_thread(lambda: next(stream))
+    monkeypatch.undo()
+    assert decoder.generate([QUESTION], Sampling(max_new_tokens=1))
+
+
+def test_no_thread_is_left_behind(decoder: TransformersDecoder) -> None:
+    list(decoder.stream(QUESTION, Sampling(max_new_tokens=2)))
+    wait_for(lambda: not any(thread.name.startswith("ctx-compress-stream") for thread in threading.enumerate()))
 
 
 def test_eight_streams_take_the_passes_of_one(decoder: TransformersDecoder) -> None:

@@ -9,8 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import chromadb
 import torch
 from torch import Tensor
+
+from ctx_compress_rag.store.scope import record_id
 
 PASSAGES = {
     "a": "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
@@ -36,6 +39,14 @@ def wait_for(condition: Callable[[], object], seconds: float = WAIT) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def damage(collection: str, *ids: str) -> None:
+    """Cut the slots of passages, in Chroma's own records in memory."""
+    raw = chromadb.EphemeralClient().get_collection(f"{collection}-ctx", embedding_function=None)
+    keys = [record_id(id, "default") for id in ids]
+    rows = raw.get(ids=keys)["metadatas"] or []
+    raw.update(ids=keys, metadatas=[{"payload": str(row["payload"])[:-8]} for row in rows])
 
 
 @torch.no_grad()

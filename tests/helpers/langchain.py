@@ -67,7 +67,7 @@ class WordEmbeddings(Embeddings):
         vector = [0.0] * 64
         for word in re.findall(r"\w+", text.lower()):
             vector[hashlib.md5(word.encode()).digest()[0] % 64] += 1.0
-        return [value / math.hypot(*vector) for value in vector]
+        return [value / (math.hypot(*vector) or 1.0) for value in vector]
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         return [self.embed_query(text) for text in texts]

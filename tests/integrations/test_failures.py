@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,21 @@ from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, while_the
 from helpers.server import chroma_server
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressSoftContext
+
+
+@pytest.mark.parametrize(
+    ("package", "core", "extra"),
+    [
+        ("langchain_ctx_compress", "langchain_core", "langchain"),
+        ("llama_index.postprocessor.ctx_compress", "llama_index.core", "llama-index"),
+        ("llama_index.llms.ctx_compress", "llama_index.core", "llama-index"),
+    ],
+)
+def test_without_the_framework_the_extra_is_named(package: str, core: str, extra: str) -> None:
+    code = f"import sys; sys.modules[{core!r}] = None; import {package}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"pip install 'ctx-compress-rag[{extra}]'" in done.stderr
 
 
 def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:

@@ -136,6 +136,15 @@ def test_any_relevance_is_taken(store: SoftContextStore, score: Any) -> None:
     assert marked.page_content == store.marker("good", 4)
 
 
+@FRAMEWORKS
+@pytest.mark.parametrize("given", ["the answer", ["the answer"], {"context": []}])
+def test_what_is_no_list_of_passages_is_refused(store: SoftContextStore, framework: Any, given: Any) -> None:
+    """A step before the retriever, or a chain's whole state."""
+    for call in (framework.mark, framework.restore):
+        with pytest.raises(ConfigError, match="is needed, got (str|dict): "):
+            call(given, store=store)
+
+
 NO_LISTS: list[dict[str, Any]] = [
     {"texts": "abc"},
     {"texts": [None]},

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.marking.budget import TEXT, allot
-from helpers.budget import cost, usages
 
 BASE = 4
 Passages = list[tuple[int, float | None]]
@@ -20,6 +19,22 @@ Passages = list[tuple[int, float | None]]
 scores = st.none() | st.sampled_from([0.1, 0.5, 0.5001, 7.0]) | st.floats(allow_infinity=False)
 passages = st.lists(st.tuples(st.integers(1, 600), scores), min_size=1, max_size=8)
 few_and_short = st.lists(st.integers(1, 60), min_size=1, max_size=4)
+
+
+def cost(tokens: int, slots: int, factor: int) -> int:
+    return tokens if factor == TEXT or slots == 0 else math.ceil(slots / min(factor, slots))
+
+
+def usages(tokens: list[int], slots: list[int], factors: list[int], budget: int, finest: int = 0) -> set[int]:
+    """All totals within the budget that are possible, each passage no finer than the one before, tried one by one."""
+    if not tokens:
+        return {0}
+    found = set()
+    for place in range(finest, len(factors)):
+        own = cost(tokens[0], slots[0], factors[place])
+        if own <= budget:
+            found |= {own + rest for rest in usages(tokens[1:], slots[1:], factors, budget - own, place)}
+    return found
 
 
 def slots_of(tokens: list[int]) -> list[int]:

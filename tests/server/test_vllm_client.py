@@ -10,10 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import chromadb
 import pytest
 import torch
-from llama_index.core.llms import ChatMessage
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -22,20 +20,12 @@ from ctx_compress_rag.decoding.export import export, served
 from ctx_compress_rag.decoding.vllm import ServerDecoder
 from ctx_compress_rag.errors import ConfigError, ServerError
 from ctx_compress_rag.store import SoftContextStore
+from helpers.frameworks import FRAMEWORKS, every_way
 from helpers.langchain import TEXTS
-from helpers.serving import WAIT, listening
+from helpers.serving import WAIT, listening, marker
 from helpers.vllm import KEY, FakeVllm
-from langchain_ctx_compress import ChatCompressedContext
-from llama_index.llms.ctx_compress import CompressedContextLLM
 
 TOKENS = Sampling(max_new_tokens=10)
-
-
-@pytest.fixture(scope="module")
-def store(talkative: Any) -> SoftContextStore:
-    made = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="vllm", key=b"k" * 16)
-    made.add(list(TEXTS.values()), list(TEXTS), progress=False)
-    return made
 
 
 @pytest.fixture
@@ -56,13 +46,13 @@ def there(talkative: Any, store: SoftContextStore, url: str) -> ServerDecoder:
 
 @pytest.fixture
 def soft(store: SoftContextStore) -> str:
-    return f"Context: {store.marker('tower', 8)} Who built it?"
+    return f"Context: {marker(store, 'tower', 'default')} Who built it?"
 
 
 def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
     fake: FakeVllm, there: ServerDecoder, talkative: Any, store: SoftContextStore, soft: str
 ) -> None:
-    [slots] = store.get(["tower"])
+    [slots] = store.get(store.ensure([TEXTS["tower"]]))
     assert slots is not None
     tokenizer, embed = talkative.tokenizer, talkative.backbone.embeddings
     before, after = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("Context: ", " Who built it?"))
@@ -126,11 +116,9 @@ def test_answers_and_streams_are_those_of_the_decoder_here(
         assert last == answer and "".join(map(str, pieces)) == answer.text and len(pieces) > 3
 
 
-def test_logprobs_are_those_of_the_decoder_here(
-    there: ServerDecoder, talkative: Any, store: SoftContextStore, soft: str
-) -> None:
+def test_logprobs_are_those_of_the_decoder_here(there: ServerDecoder, decoder: TransformersDecoder, soft: str) -> None:
     sampling = Sampling(max_new_tokens=6, logprobs=True, top_logprobs=2)
-    expected = TransformersDecoder(talkative, store).generate([soft, "Who?"], sampling)
+    expected = decoder.generate([soft, "Who?"], sampling)
     for here, answer in zip(expected, there.generate([soft, "Who?"], sampling), strict=True):
         assert here.logprobs
         for one, other in zip(here.logprobs, answer.logprobs, strict=True):
@@ -161,23 +149,16 @@ def test_many_at_once_share_connections(fake: FakeVllm, there: ServerDecoder, so
     assert len(texts) == 1 and len(fake.clients) <= 9
 
 
-async def test_both_frameworks_classes_take_a_server(store: SoftContextStore, url: str, soft: str) -> None:
-    here = ChatCompressedContext(store=store, max_tokens=8)
-    there = ChatCompressedContext(store=store, max_tokens=8, server=url, api_key=KEY)
-    expected = here.invoke(soft)
-    assert KEY not in repr(there)
-    assert there.invoke(soft).content == (await there.ainvoke(soft)).content == expected.content
-    assert there.invoke(soft).usage_metadata == expected.usage_metadata
-    assert "".join([str(chunk.content) async for chunk in there.astream(soft)]) == expected.content
-    assert [each.content for each in there.batch([soft, soft])] == [expected.content] * 2
-    mine = CompressedContextLLM(store=store, max_tokens=8)
-    theirs = CompressedContextLLM(store=store, max_tokens=8, server=url, api_key=KEY)
-    assert KEY not in repr(theirs) and KEY not in theirs.to_json()
-    chat = [ChatMessage(role="user", content=soft)]
-    assert theirs.complete(soft).text == (await theirs.acomplete(soft)).text == mine.complete(soft).text
-    assert [r.delta for r in theirs.stream_chat(chat)][-1] == "" and theirs.chat(chat).raw == mine.chat(chat).raw
+@FRAMEWORKS
+async def test_both_frameworks_classes_take_a_server(
+    store: SoftContextStore, url: str, soft: str, framework: Any
+) -> None:
+    here = framework.llm(store=store, max_tokens=8)
+    there = framework.llm(store=store, max_tokens=8, server=url, api_key=KEY)
+    assert await every_way(framework, there, soft) == {framework.ask(here, soft)}
+    assert KEY not in f"{there!r} {there.model_dump()}"
     with pytest.raises(ConfigError, match="cannot adapt"):
-        theirs.decoder.with_change(theirs.decoder.change)
+        there.decoder.with_change(there.decoder.change)
 
 
 # What is checked before it goes

@@ -16,7 +16,7 @@ from benchmarks.world import BUNDLE
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.export import export
 from ctx_compress_rag.store import SoftContextStore
-from helpers.llama_index import App, Events, watched
+from helpers.llama_index import App
 from helpers.server import free_port
 
 pytest.register_assert_rewrite("integrations.llama_index_app.test_llama_index_engines")
@@ -98,12 +98,6 @@ def app(vllm: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]
     app = App(vllm.bundle, tmp_path_factory.mktemp("llama_index"), **vllm.fields)
     with app.counting():
         yield app
-
-
-@pytest.fixture
-def events() -> Iterator[Events]:
-    with watched() as events:
-        yield events
 
 
 def answers(url: str) -> bool:

@@ -11,9 +11,7 @@ import openai
 import pytest
 import torch
 
-from benchmarks.world import BUNDLE
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.decoding.splice import splice
@@ -157,12 +155,6 @@ def test_what_is_refused(vllm: Any, store: SoftContextStore, there: ServerDecode
         stranger.generate([QUESTION], TOKENS)
     with pytest.raises(ConfigError, match="window of 2048"):
         there.generate(["mayor " * 3000], TOKENS)
-    spoiled = Bundle.from_pretrained(BUNDLE)
-    with torch.no_grad():
-        spoiled.backbone.embeddings.weight.mul_(float("inf"))
-    hurt = ServerDecoder(spoiled, store, **vllm.fields)
-    with pytest.raises(ServerError, match="NaN or infinity"):
-        hurt.generate([f"{mark(store, [PASSAGE], ratio=4)[0]} {QUESTION}"], TOKENS)
     assert there.generate([QUESTION], TOKENS)
 
 

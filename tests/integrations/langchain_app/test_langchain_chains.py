@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_classic.retrievers import ContextualCompressionRetriever, EnsembleRetriever
 from langchain_classic.retrievers.document_compressors import DocumentCompressorPipeline
 from langchain_core.documents import BaseDocumentTransformer, Document
-from langchain_core.messages import HumanMessage
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 
-from helpers.langchain import CHAT, QUESTION, App, direct, joined, rag
+from helpers.langchain import CHAT, QUESTION, TEXTS, App, direct, joined, rag
+from langchain_ctx_compress import expand_prompt
 
 QUESTIONS = [QUESTION, "When does the ferry leave?"]
 
@@ -141,3 +144,24 @@ def test_markers_pass_every_template(app: App, form: Any, hole: str) -> None:
     ):
         message = (template | app.llm()).invoke({"context": marker, "input": QUESTION})
         assert (message.text, message.response_metadata["slots"]) == (expected, app.slots("tower", 8))
+
+
+def test_another_llm_is_sent_the_texts(app: App) -> None:
+    tower, mill = app.store.markers(["tower", "mill"], 8)
+    fields, plain = {"context": tower, "input": f"{mill}?"}, {"context": TEXTS["tower"], "input": f"{TEXTS['mill']}?"}
+    blocks = ChatPromptTemplate(
+        [("human", [{"type": "text", "text": "{context}"}, {"type": "text", "text": "{input}"}])]
+    )
+    for template in (CHAT, PromptTemplate.from_template("{context} {input}"), blocks):
+        prompt = template.invoke(fields)
+        assert expand_prompt(prompt, app.store) == template.invoke(plain)
+        assert prompt == template.invoke(fields)
+    assert expand_prompt(f"{tower} {mill}", app.store) == f"{TEXTS['tower']} {TEXTS['mill']}"
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    messages = [SystemMessage(tower, id="7"), HumanMessage([{"type": "text", "text": mill}, image])]
+    system, human = expand_prompt(messages, app.store)
+    assert (system.content, system.id) == (TEXTS["tower"], "7")
+    assert human.content == [{"type": "text", "text": TEXTS["mill"]}, image]
+    assert expand_prompt(tower, app.store, scope="ben") == tower
+    chain = CHAT | partial(expand_prompt, store=app.store) | FakeListChatModel(responses=["ok"])
+    assert chain.invoke(fields).content == "ok"

@@ -1,4 +1,4 @@
-"""The LlamaIndex app that tests ask, and what LlamaIndex reports of them."""
+"""The LlamaIndex app that tests ask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.llama_index import App, Events, watched
+from helpers.llama_index import App
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +16,3 @@ def app(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ap
     app = App(talkative, tmp_path_factory.mktemp("chroma"))
     with app.counting():
         yield app
-
-
-@pytest.fixture
-def events() -> Iterator[Events]:
-    with watched() as events:
-        yield events

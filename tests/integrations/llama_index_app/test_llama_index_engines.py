@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import MetadataMode
 
 from ctx_compress_rag.marking.mark import expand
-from helpers.llama_index import PASSAGES, QUESTION, TOP_K, App, Events, check_sources
+from helpers.llama_index import PASSAGES, QUESTION, TOP_K, App, Events, check_sources, watched
 from llama_index.postprocessor.ctx_compress import restore_sources
 
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
@@ -26,6 +27,12 @@ TEMPLATES = {  # short ones for a window of 1024 tokens; CitationQueryEngine's o
     "citation_qa_template": PromptTemplate("{context_str}\nQuery: {query_str}\nAnswer, with sources: "),
     "citation_refine_template": PromptTemplate("{existing_answer}\n{context_msg}\nQuery: {query_str}\nAnswer: "),
 }
+
+
+@pytest.fixture
+def events() -> Iterator[Events]:
+    with watched() as events:
+        yield events
 
 
 async def ask(engine: Any, way: str, question: str = QUESTION) -> tuple[str, Any]:

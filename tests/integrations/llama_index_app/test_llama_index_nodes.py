@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ from llama_index.core.schema import Document, ImageNode, MetadataMode, NodeWithS
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.workflow import JsonSerializer
 
-from ctx_compress_rag.errors import ConfigError, MissingExtraError, MissingPassageError
+from ctx_compress_rag.errors import MissingPassageError
 from ctx_compress_rag.store import SoftContextStore
 from helpers.llama_index import PASSAGES, QUESTION, RATIO, App, check_sources
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, restore_sources
@@ -112,26 +109,3 @@ def test_a_saved_node_is_the_plain_one(app: App, nodes: list[NodeWithScore]) -> 
     serializer = JsonSerializer()
     passed = serializer.deserialize(serializer.serialize(marked))
     assert passed == serializer.deserialize(serializer.serialize([node.node for node in nodes]))
-
-
-def test_what_is_no_scored_node_is_refused(app: App) -> None:
-    node = TextNode(text=PASSAGES[0])
-    calls: list[Callable[[], Any]] = [
-        lambda: app.postprocessor().postprocess_nodes([node]),
-        lambda: restore_sources(node, app.store),
-        lambda: restore_sources("the answer", app.store),
-    ]
-    for call in calls:
-        with pytest.raises(ConfigError, match="list of NodeWithScore is needed, got (TextNode|str)"):
-            call()
-
-
-@pytest.mark.parametrize("package", ["llama_index.postprocessor.ctx_compress", "llama_index.llms.ctx_compress"])
-def test_without_llama_index_the_extra_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(sys.modules):
-        if name.startswith(package):
-            monkeypatch.delitem(sys.modules, name)
-        elif name.startswith("llama_index.core"):
-            monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ctx-compress-rag\[llama-index\]'"):
-        importlib.import_module(package)
