@@ -73,7 +73,7 @@ class ServerDecoder(TransformersDecoder):
         if max_retries < 0:
             raise ConfigError(f"max_retries={max_retries}: give 0 or more")
         self.server = server.rstrip("/").removesuffix("/v1")
-        self._names = served(bundle)
+        self._base, self._names = bundle.config.name, served(bundle)
         self._windows: dict[str, int | None] | None = None
         with needs("serve"):
             import openai
@@ -190,7 +190,7 @@ class ServerDecoder(TransformersDecoder):
                 f"{self.server} has no model {body['model']!r} (it has {sorted(self._windows)}): start it with the "
                 "command that `ctx-compress export` prints"
             )
-        window = self._windows[body["model"]] or self._windows.get(self.bundle.config.name)
+        window = self._windows[body["model"]] or self._windows.get(self._base)
         if window is None:
             return
         if prompt.length >= window:

@@ -18,14 +18,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, SHIPPED, read_config
+from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_config
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
+from ctx_compress_rag.models.gguf import gguf_file
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.tokenizing import text_parts, text_tokens
 from helpers import architectures
@@ -37,24 +37,13 @@ from langchain_ctx_compress import ChatCompressedContext
 NAMES = [*architectures.NAMES, *SHIPPED]
 
 
-def shipped_tokenizer(name: str) -> Any:
-    """The tokenizer of a shipped bundle's decoder."""
-    decoder = read_config(SHIPPED[name] / CONFIG_FILE).decoder
-    if decoder is None:
-        tokenizer = AutoTokenizer.from_pretrained(SHIPPED[name] / DECODER_FOLDER)
-    else:
-        assert isinstance(decoder, GgufDecoder)
-        file = gguf_file(decoder)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.padding_side = "left"
-    return tokenizer
-
-
 @pytest.fixture(scope="module", params=NAMES)
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     name = request.param
     if name in SHIPPED:  # the tokenizer is what differs; SmolLM2's own layers would take minutes
-        tokenizer = shipped_tokenizer(name)
+        decoder: Any = read_config(SHIPPED[name] / CONFIG_FILE).decoder
+        file = gguf_file(decoder)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
         model = tiny_llama(tokenizer)
     else:
         model, tokenizer = architectures.model(name), architectures.tokenizer(name)

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import chromadb
+import torch
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import Field
@@ -20,29 +22,28 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
-from helpers.langchain import WordEmbeddings
+from helpers.langchain import QUESTION, TEXTS
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor
 
-PASSAGES = [
-    "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil.",
-    "Tarin Holt keeps bees on the roof of the town hall; the honey is sold under the name of Old Gold.",
-    "The river Issel freezes every January, and the people of Velmora then hold a market on the ice.",
-    "In 1874 the painter Lena Marr gave forty pictures to the library, which hung them in the cellar.",
-]
-QUESTION = "Who built the harbour of Velmora?"
+PASSAGES = list(TEXTS.values())
 RATIO = 8
 TOP_K = 3
 MAX_TOKENS = 8
 
 
 class HashedWords(BaseEmbedding):
-    """Counts of hashed words: enough for a retriever to rank by."""
+    """Bags of hashed words: retrieval that is deterministic and needs no model."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
-        return WordEmbeddings().embed_query(text)
+        vector = torch.zeros(128)
+        for word in text.lower().split():
+            if len(word) > 3:
+                vector[crc32(word.strip(".,;?").encode("utf-8", "replace")) % 128] += 1.0
+        return torch.nn.functional.normalize(vector, dim=0).tolist()
 
-    _get_query_embedding = _get_text_embedding
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
         return self._get_text_embedding(query)

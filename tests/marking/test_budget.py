@@ -118,9 +118,3 @@ def test_scores_decide_the_order_and_nothing_else() -> None:
         assert allot([100] * 4, [25] * 4, 60, base_ratio=4, scores=scores) == in_order
         assert allot([100] * 4, [25] * 4, 60, base_ratio=4, scores=scores[::-1]) == in_order[::-1]
     assert allot([100] * 4, [25] * 4, 52, base_ratio=4, scores=[0.5] * 4) == [2] * 4
-
-
-def test_what_has_no_slots_counts_as_text() -> None:
-    assert allot([30, 100], [0, 25], 55, base_ratio=4) == [TEXT, 1]
-    with pytest.raises(RatioError, match="take 31 tokens"):
-        allot([30, 100], [0, 25], 30, base_ratio=4)

@@ -154,9 +154,6 @@ def nested(depth: int) -> dict[str, Any]:
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls="),
         ({"max_tokens": 0}, "max_tokens: Input should be greater"),
         ({"max_tokens": "many"}, "(got 'many')"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"stop": [""]}, "stop"),
         ({"stop": 5}, "(got 5)"),
         ({"stop": ["x"] * 17}, "stop: List should have at most 16"),
         ({"stop": "x" * 1001}, "at most 1000 characters"),
@@ -170,7 +167,6 @@ def nested(depth: int) -> dict[str, Any]:
         ({"response_format": json_format({"enum": ["x" * 99] * 700})}, "65536 are allowed"),
         ({"response_format": json_format(nested(400))}, "recursion"),
         ({"response_format": json_format({"$ref": "http://somewhere/else"})}, "json_schema"),
-        ({"best": 1}, "best=1"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(url: str, body: dict[str, Any], message: str) -> None:
