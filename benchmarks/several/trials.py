@@ -25,7 +25,8 @@ from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.evaluation.report import interval, mean, table
 from ctx_compress_rag.json_files import write_json
-from ctx_compress_rag.methods.base.wrap import Wrap, WrapConfig
+from ctx_compress_rag.methods.base.config import WrapConfig
+from ctx_compress_rag.methods.base.projections import Wrap
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.loop import Job, train

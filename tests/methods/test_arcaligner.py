@@ -348,7 +348,7 @@ def test_steps_after_the_prompt_cost_nothing_extra() -> None:
 
 
 def test_loops_cost_what_they_do() -> None:
-    """Ten slots of 200 positions: keys and values up to the last slot, everything else at open slots alone."""
+    """Ten slots of 200 positions: projections for keys up to the last slot, all else at open slots alone."""
     ids = architectures.random_ids("Llama", (20, 170))
     torch.manual_seed(0)
     readers = [make_reader(lora=None, gated_layers=[0], loops=loops) for loops in (2, 0)]
@@ -363,7 +363,7 @@ def test_loops_cost_what_they_do() -> None:
     assert 10 > first > second > 0
     slot = 2 * 64 * (64 + 32 + 32 + 64 + 3 * 64)  # projections and MLP
     attention = 4 * 64 * 30
-    key = 2 * 64 * (32 + 32)
+    key = 2 * 64 * (64 + 32 + 32)  # queries, too, which are not read
     gate = 2 * 64 * 8 + 2 * 8
     expected = (30 + first) * key + (first + second) * (slot + attention) + (10 + first) * gate
     assert counted[0] - counted[1] == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -263,11 +262,6 @@ def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
 # Weights
 
 
-def test_a_copy_shares_the_embeddings(make_tiny_bundle: Callable[..., Any]) -> None:
-    made = make_tiny_bundle(encoder=TuneConfig(mode="full"))
-    assert made.compressor.encoder.get_input_embeddings().weight is made.backbone.embeddings.weight
-
-
 def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(
     make_tiny_bundle: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -301,19 +295,6 @@ def test_adapters_do_not_leak(bundle: Any, make_tiny_bundle: Callable[..., Any])
         assert torch.equal(model(input_ids=PROMPT).logits, expected)
     with pytest.raises(ConfigError, match=r"no adapter 'teacher': there are \['compressor', 'reader'\]"):
         logits(bundle, "teacher")
-
-
-def test_threads_compress_and_decode_at_once(bundle: Any) -> None:
-    [alone] = bundle.compress(TEXTS[:1])
-    reader, plain = logits(bundle, "reader"), logits(bundle, None)
-
-    def work(number: int) -> bool:
-        if number % 3 == 0:
-            return torch.equal(bundle.compress(TEXTS[:1])[0].slots, alone.slots)
-        return torch.equal(logits(bundle, "reader" if number % 3 == 1 else None), reader if number % 3 == 1 else plain)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(work, range(18), timeout=WAIT))
 
 
 # The config

@@ -8,12 +8,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
-from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import mark
@@ -24,7 +21,7 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS, Method, register
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.run import run_recipe
-from helpers.models import save_tiny_llama
+from helpers.training import save_decoder, write_recipe
 
 PASSAGE = "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil."
 
@@ -69,23 +66,9 @@ def registered() -> Iterator[None]:
 
 def recipe(folder: Path, tokenizer: Any) -> Path:
     """A recipe that trains the toy on a tiny decoder, both in `folder`."""
-    save_tiny_llama(tokenizer, folder / "decoder")
-    write_jsonl(folder / "train.jsonl", world_examples("train", 0, 8, 1))
-    settings = {
-        "stage": "answer",
-        "name": "toy",
-        "output": str(folder / "run"),
-        "decoder": str(folder / "decoder"),
-        "method": {"name": "first_tokens"},
-        "base_ratio": 4,
-        "ratios": [4],
-        "window": 64,
-        "data": {"files": [str(folder / "train.jsonl")], "max_context_tokens": 64},
-        "optim": {"steps": 2, "batch_size": 4, "learning_rate": 1e-2, "final_learning_rate": 0.0},
-    }
-    file = folder / "toy.yaml"
-    file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return file
+    decoder = save_decoder(folder / "decoder", tokenizer)
+    optim = {"steps": 2, "learning_rate": 1e-2, "final_learning_rate": 0.0}
+    return write_recipe(decoder, "answer", folder / "run", optim, method={"name": "first_tokens"}, ratios=[4])
 
 
 def test_a_method_from_outside_is_trained_saved_loaded_stored_and_asked(

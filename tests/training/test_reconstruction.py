@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -23,7 +22,6 @@ from ctx_compress_rag.training.stages.answer import LikelihoodLoss
 from ctx_compress_rag.training.stages.reconstruction import ReconstructionCollator
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
-from helpers.sentences import DIM, save_encoder, sentence_bundle
 from helpers.training import settings_of
 
 PASSAGES = [
@@ -32,19 +30,13 @@ PASSAGES = [
     "Pell trades in salt.",
 ]
 TEMPLATE = PARAPHRASES[0]
-FROZEN = {"mode": "frozen"}
 
 
 @pytest.fixture(scope="module")
-def bundles(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A method that merges slots and one that does not."""
-    pooled = make_tiny_bundle(seed=2)
-    plain = make_tiny_bundle(seed=2, encoder=FROZEN, decoder=FROZEN)
-    for bundle in (pooled, plain):  # so wide that every input and adapter matters
-        widen(bundle.backbone.model, std=0.3)
-    encoder = save_encoder(tmp_path_factory.mktemp("encoder"), plain.tokenizer)
-    method = SentenceSlotsConfig(encoder=str(encoder), encoder_dim=DIM, unit="tokens")
-    return {"mean_pooling": pooled, "sentence_slots": sentence_bundle(plain, method, base_ratio=4)}
+def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+    made = make_tiny_bundle(seed=2)
+    widen(made.backbone.model, std=0.3)  # so wide that every input and adapter matters
+    return made
 
 
 @torch.no_grad()
@@ -91,10 +83,8 @@ def test_paraphrases_are_those_of_table_7() -> None:
     assert [template.replace("{context}", "[B]") + " [T]." for template in PARAPHRASES] == table
 
 
-@pytest.mark.parametrize("method", ["mean_pooling", "sentence_slots"])
-def test_the_loss_is_the_likelihood_of_the_passage(bundles: dict[str, Any], method: str) -> None:
+def test_the_loss_is_the_likelihood_of_the_passage(bundle: Any) -> None:
     """Eq. 10, mean over the batch's tokens, summed over ratios."""
-    bundle = bundles[method]
     objective = LikelihoodLoss(bundle)
     objective.ratios = [4, 8]
     builder = PromptBuilder(bundle.tokenizer, 65)
@@ -141,9 +131,7 @@ def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
 # Perplexity
 
 
-@pytest.mark.parametrize("method", ["mean_pooling", "sentence_slots"])
-def test_perplexity_is_the_exponent_of_the_mean_loss(bundles: dict[str, Any], method: str) -> None:
-    bundle = bundles[method]
+def test_perplexity_is_the_exponent_of_the_mean_loss(bundle: Any) -> None:
     expected = [
         ("full text", None, [text_losses(bundle, passage, passage) for passage in PASSAGES]),
         ("no context", None, [text_losses(bundle, passage, "") for passage in PASSAGES]),
@@ -158,11 +146,6 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(bundles: dict[str, Any], me
         assert score.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
     assert len({round(math.log(score.value), 2) for score in made}) == 4  # what it is given shows
     assert perplexity_table(made).splitlines()[4] == f"| soft context | 4x | {made[2].value:.4g} |"
-
-
-def test_a_blank_passage_has_no_perplexity(tiny_bundle: Any) -> None:
-    with pytest.raises(ConfigError, match="blank"):
-        reconstruction_perplexity(tiny_bundle, [" "], [4], progress=False)
 
 
 @pytest.mark.parametrize("paraphrases", [["No place."], ["{context} twice {context}"], []])

@@ -18,7 +18,6 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe
 from helpers.forked import COMMAND, Forked
-from helpers.processes import run_by
 from helpers.training import UNLIKE, killed, losses, report, write_recipe
 
 
@@ -207,13 +206,6 @@ def test_unwritten_result_is_saved_later_without_further_steps(decoder: Path, tm
     run_recipe(recipe)
     assert report(tmp_path / "cut")["steps"] == 5
     _assert_the_same(whole, tmp_path / "cut")
-
-
-@pytest.mark.slow
-def test_two_processes_take_the_same_batches(decoder: Path, whole: Path, tmp_path: Path) -> None:
-    """Where the examples end within a batch, too."""
-    run_by(2, tmp_path / "told", ("train", _recipe(decoder, tmp_path / "shared")))
-    _assert_the_same(whole, tmp_path / "shared")
 
 
 def test_second_training_into_a_folder_is_refused(decoder: Path, tmp_path: Path) -> None:

@@ -217,20 +217,12 @@ def test_sharding_refuses_what_makes_processes_differ() -> None:
     [
         ("mean_pooling/teacher", {"stepz": 3}, "stepz"),
         ("mean_pooling/teacher", {"optim": {"batch_size": 6, "micro_batch_size": 4}}, "micro_batch_size"),
-        ("mean_pooling/teacher", {"optim": {"steps": 0}}, "steps"),
-        ("mean_pooling/teacher", {"optim": {"learning_rate": float("inf")}}, "learning_rate"),
-        (
-            "mean_pooling/teacher",
-            {"optim": {"learning_rate": 1e-5}},
-            "final_learning_rate 2e-05 must be below",
-        ),
+        ("mean_pooling/teacher", {"optim": {"learning_rate": 1e-5}}, "final_learning_rate 2e-05 must be below"),
         (
             "mean_pooling/teacher",
             {"optim": {"learning_rate": 1e-5, "final_learning_rate": 1e-5, "schedule": "linear"}},
             "final_learning_rate",
         ),
-        ("mean_pooling/teacher", {"optim": {"betas": [2, -1]}}, "betas"),
-        ("mean_pooling/teacher", {"seed": -1}, "seed"),
         ("mean_pooling/teacher", {"output": ""}, "output: .*it is empty: give a folder"),
         ("mean_pooling/teacher", {"data": {"files": []}}, "give files or texts"),
         ("mean_pooling/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),

@@ -11,7 +11,7 @@ from ctx_compress_rag.adaptation.adapter import Adapter, projections
 from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.engine.batch_mean import BatchMean
+from ctx_compress_rag.training.engine.loop import BatchMean
 
 
 class AnswersMean(nn.Module, BatchMean):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NoReturn
 
@@ -18,9 +18,9 @@ from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, Sl
 class Recursion:
     """The passes of one layer over one prompt after the mandatory one.
 
-    Equation 6 runs the layer on all of H^(l+1,t-1), but equation 9 keeps only its outputs at slots. So queries and the
-    MLP are computed only at slots. Keys and values are needed for everything a slot sees: the first pass computes them
-    up to the last slot, each later pass for the slots that the previous one changed.
+    Equation 6 runs the layer on all of H^(l+1,t-1), but equation 9 keeps only its outputs at slots. So attention
+    and the MLP are computed only at slots. Keys and values are needed for everything a slot sees: the first pass
+    projects the states up to the last slot, each later pass those of the slots that the previous one changed.
 
     The layer's own code runs, whatever the architecture: it is called with fewer positions, and this object takes the
     place of its cache. If its attention takes no mask of (queries, keys), as with flash attention, it gets all
@@ -68,8 +68,7 @@ class Recursion:
             stale = torch.arange(self._length, device=state.device).expand(len(state), -1)
         else:
             stale = _places(self._stale)
-        with self._only_keys():
-            self._run(state, stale, _Taking(self, stale))
+        self._run(state, stale, _Taking(self, stale))
         self._stale = at
         places = _places(at)
         return self._run(state, places, self)[at.gather(1, places)]
@@ -115,22 +114,6 @@ class Recursion:
             except _Taken:
                 made = state.new_empty(batch, count, 0)
         return made
-
-    @contextmanager
-    def _only_keys(self) -> Iterator[None]:
-        """Skip computing the queries, which are not read, in a layer with a separate `q_proj`."""
-        linears = [m for name, m in self._layer.named_modules() if name.endswith("q_proj")]
-        own = [vars(linear).get("forward") for linear in linears]  # accelerate's, where weights are offloaded
-        for linear in linears:
-            linear.forward = lambda x, *_, width=linear.out_features, **__: x.new_zeros(*x.shape[:-1], width)
-        try:
-            yield
-        finally:
-            for linear, forward in zip(linears, own, strict=True):
-                if forward is None:
-                    del linear.forward
-                else:
-                    linear.forward = forward
 
 
 class _Taken(Exception):

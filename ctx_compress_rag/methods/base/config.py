@@ -38,6 +38,29 @@ def lora_config(tune: TuneConfig) -> Any:
     )
 
 
+class WrapConfig(Strict):
+    """How many vectors go around slots.
+
+    Attributes:
+        before: vectors before the slots.
+        after: vectors after them.
+        every: each run of so many slots is wrapped by itself; None wraps a passage's slots together.
+    """
+
+    before: int = Field(default=0, ge=0)
+    after: int = Field(default=0, ge=0)
+    every: int | None = Field(default=None, gt=0)
+
+    def __bool__(self) -> bool:
+        """Whether there are any vectors."""
+        return self.before + self.after > 0
+
+    def positions(self, slots: int) -> int:
+        """Number of slots and of the vectors around them."""
+        runs = 1 if self.every is None else -(-slots // self.every)
+        return slots + runs * (self.before + self.after)
+
+
 class MethodConfig(Strict):
     """Base of every method's configuration: it has a literal `name`, by which its class is found."""
 

@@ -1,10 +1,12 @@
-"""Maps from stored slots to the decoder's input embeddings."""
+"""Maps from stored slots to the decoder's input embeddings, and vectors around them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ctx_compress_rag.methods.base.config import WrapConfig
 
 # E[GELU(x)^2] for standard normal x.
 _GELU_POWER = 0.42522
@@ -71,3 +73,25 @@ class TwoLayerMap(nn.Module):
             slots = self.norm(slots)
         mapped: Tensor = self.outer(F.gelu(self.inner(slots)))
         return mapped
+
+
+class Wrap(nn.Module):
+    """Puts the same vectors around the slots of every passage.
+
+    They are vectors, not tokens of the prompt, so that they surround a passage wherever a user's prompt names it, and
+    the decoder needs no new tokens.
+    """
+
+    def __init__(self, config: WrapConfig, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.before = nn.Parameter(torch.zeros(config.before, dim))
+        self.after = nn.Parameter(torch.zeros(config.after, dim))
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        """Surround a passage's slots, already in the decoder's embedding space.
+
+        Shape: (slots, dim) -> (positions(slots), dim)
+        """
+        runs = embedded.split(self.config.every or max(1, len(embedded)))
+        return torch.cat([part for run in runs for part in (self.before, run, self.after)])

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.methods.base.config import TuneConfig, WrapConfig, lora_config
 from ctx_compress_rag.methods.base.part import Part, train_copy
-from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap
-from ctx_compress_rag.methods.base.wrap import Wrap, WrapConfig
+from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap, Wrap
 from ctx_compress_rag.models.backbone import Backbone
 
 

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig
-from ctx_compress_rag.methods.base.wrap import WrapConfig
+from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
 
 
 class MemoryTokensConfig(OneRatioConfig):

@@ -20,7 +20,7 @@ from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, se
 from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
-from ctx_compress_rag.training.engine.batch_mean import BatchMean
+from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import ExampleCollator, PromptBatch, SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.stage import Stage, register

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError
 from ctx_compress_rag.evaluation.plots import new_figure, save
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.averaging import WeightAverage
-from ctx_compress_rag.training.engine.batch_mean import BatchMean
 from ctx_compress_rag.training.engine.checkpoint import (
     FOLDER,
     last_checkpoint,
@@ -56,6 +56,21 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class BatchMean(ABC):
+    """A loss whose `forward` divides its sums by `num_items_in_batch`; None: by the number of its own batch's items.
+
+    With means over micro-batches, tokens of short answers would count more than those of long ones, especially in
+    small micro-batches.
+
+    Among a loss's base classes, list this one after the module: torch's `fully_shard` replaces a module's class, which
+    Python allows only in this order.
+    """
+
+    @abstractmethod
+    def items(self, **batch: Any) -> Tensor:
+        """The number of items in a micro-batch, for each mean that the loss has: float (means,)."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.training.engine.batch_mean import BatchMean
+from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import ExampleCollator, PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.prompts import draw_template
 from ctx_compress_rag.training.stage import Stage, register

@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
-from ctx_compress_rag.training.engine.batch_mean import BatchMean
+from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
 from ctx_compress_rag.training.stage import Stage, register
 from ctx_compress_rag.training.stages.answer import AnswerCollator
