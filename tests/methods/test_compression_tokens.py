@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
@@ -21,7 +19,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.distillation import DistillationRecipe
 from helpers import architectures
-from helpers.models import tiny_llama, widen
+from helpers.models import widen
 
 ATTENTION = ["causal", "bidirectional"]
 FROZEN = TuneConfig(mode="frozen")
@@ -47,24 +45,6 @@ def sees(length: int, slots: int, bidirectional: bool) -> list[list[bool]]:
                 row.append(True)  # compression tokens among themselves
         table.append(row)
     return table
-
-
-@pytest.fixture(scope="session")
-def make(tiny_tokenizer: Any) -> Callable[..., Any]:
-    """Make a bundle of random, wide weights; keywords are CompressionTokensConfig's."""
-
-    def build(**method: Any) -> Bundle:
-        model = tiny_llama(tiny_tokenizer, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
-        widen(model, std=0.3)  # the token takes its size from the embeddings
-        config = BundleConfig(
-            name="tiny", method=CompressionTokensConfig(**method), base_ratio=4, ratios=[4, 8, 16], max_tokens=64
-        )
-        bundle = Bundle.build(config, Backbone(model, tiny_tokenizer))
-        widen(bundle.backbone.model, std=0.3)  # LoRA, too, whose B starts at zero
-        bundle.reader.initialize(1.0)
-        return bundle
-
-    return build
 
 
 @pytest.fixture(scope="module", params=architectures.NAMES)
@@ -111,9 +91,11 @@ def test_the_token_sees_what_the_paper_says_in_every_architecture(
 
 
 @pytest.fixture(scope="module", params=ATTENTION)
-def bundle(request: pytest.FixtureRequest, make: Callable[..., Any]) -> Any:
+def bundle(request: pytest.FixtureRequest, make_tiny_bundle: Callable[..., Any]) -> Any:
     """LoRA on both sides, with weights that matter."""
-    return make(attention=request.param)
+    made = make_tiny_bundle(name="compression_tokens", attention=request.param)
+    widen(made.backbone.model, std=0.3)
+    return made
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3), ratios=st.sets(st.integers(1, 50), min_size=2))

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch._dynamo.testing import CompileCounter
-from torch.distributed.tensor import DTensor
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.text.templates import TEMPLATES
-from ctx_compress_rag.training.engine.checkpointing import layers_of
-from ctx_compress_rag.training.engine.sharding import shard
-from ctx_compress_rag.training.engine.speedups import compile_layers
-from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
-from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from helpers.processes import run_by
-from helpers.training import UNLIKE, losses, report, saved_weights, settings_of, write_recipe
+from helpers.training import losses, report, saved_weights, settings_of, write_recipe
 
 STAGES = (
     "teacher", "adapter", "answer, full", "distillation", "ram", "arcaligner", "comprexit", "packed",
@@ -65,11 +56,21 @@ def test_two_processes_resume_with_half_of_a_decoder_each(decoder: Path, tmp_pat
     assert all(each["bytes"] < 1.1 * 3 * 4 * trained / 2 for [each] in held)
 
 
-@pytest.mark.parametrize("change", [{"muon_learning_rate": 1e-3}, {"average": 0.9}])
-def test_muon_and_averaging_are_refused_with_sharding(decoder: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    recipe = settings_of(decoder, "teacher", tmp_path)
-    with pytest.raises(ConfigError, match=next(iter(change))):
-        parse_recipe(recipe | {"optim": {"shard": True, **change}}, "test")
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        ("muon_learning_rate", {"optim": {"muon_learning_rate": 1e-3}}),
+        ("average", {"optim": {"average": 0.9}}),
+        ("each: example", {"curriculum": [{"step": 0, "ratios": [4, 8], "sample": 1, "each": "example"}]}),
+        ("reconstruction_weight", {"reconstruction_weight": 0.5}),
+    ],
+)
+def test_what_makes_processes_differ_is_refused(
+    decoder: Path, tmp_path: Path, named: str, change: dict[str, Any]
+) -> None:
+    recipe = settings_of(decoder, "distillation", tmp_path) | change
+    with pytest.raises(ConfigError, match=named):
+        parse_recipe(recipe | {"optim": {"shard": True, **recipe.get("optim", {})}}, "test")
 
 
 @pytest.mark.slow
@@ -88,27 +89,6 @@ def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_p
     assert one.keys() == two.keys()
     for file, tensors in one.items():
         torch.testing.assert_close(two[file], tensors, rtol=0, atol=1e-3)  # of half precision; dtypes are compared, too
-
-
-@pytest.mark.slow
-def test_compiled_layers_with_sharded_weights_give_the_same_gradients(
-    make_tiny_bundle: Callable[..., Any], traced: CompileCounter, process_group: None
-) -> None:
-    """By one process."""
-    gradients: list[dict[str, torch.Tensor]] = []
-    for sharded in (False, True):
-        bundle = make_tiny_bundle(seed=4)
-        loss = LikelihoodLoss(bundle)
-        loss.ratios = [4]
-        batch = AnswerCollator(PromptBuilder(bundle.tokenizer), TEMPLATES[:1], 512, seed=0)(UNLIKE[:2])
-        if sharded:
-            compile_layers(bundle.backbone.model, dynamic=True)
-            shard(loss, layers_of(bundle), "cpu")
-        loss(**batch)["loss"].backward()
-        found = {n: p.grad for n, p in loss.named_parameters() if p.grad is not None}
-        gradients.append({n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()})
-    assert traced.frame_count > 0
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
 def _saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
