@@ -12,7 +12,7 @@ from ctx_compress_rag.adaptation.objectives.update_predictor import Contexts
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.stages import start_update_predictor
 from ctx_compress_rag.adaptation.updates import answer_losses
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 
 
 class HyperTuningRecipe(UpdatePredictorRecipe):
@@ -40,4 +40,4 @@ class TaskObjective(nn.Module):
         return {"loss": answer_losses(self.decoder, queries, adapter).mean()}
 
 
-register(Stage(HyperTuningRecipe, lambda recipe: start_update_predictor(recipe, TaskObjective)))
+register(HyperTuningRecipe, lambda recipe: start_update_predictor(recipe, TaskObjective))

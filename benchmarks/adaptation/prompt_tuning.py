@@ -18,7 +18,7 @@ from ctx_compress_rag.adaptation.objectives.retrieval_adapter import AnswersMean
 from ctx_compress_rag.adaptation.stages import Batches, episodes_of, job, open_decoder
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.training.engine.loop import Job
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 
 _FILE, _KEY = "prefix.safetensors", "prefix"
 
@@ -82,4 +82,4 @@ def start(recipe: PromptTuningRecipe) -> Job:
     )
 
 
-register(Stage(PromptTuningRecipe, start))
+register(PromptTuningRecipe, start)

@@ -20,7 +20,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.examples import passages_of
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.answer import LikelihoodLoss
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 from ctx_compress_rag.training.stages.next_token import NextTokenCollator
@@ -103,4 +103,4 @@ def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     return weight, mean_out - weight @ mean_in
 
 
-register(Stage(FittedNextTokenRecipe, start))
+register(FittedNextTokenRecipe, start)

@@ -20,7 +20,7 @@ from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objective import ExampleCollator
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, save_decoder
 
 
@@ -123,4 +123,4 @@ def start(recipe: PointingTeacherRecipe) -> Job:
     )
 
 
-register(Stage(PointingTeacherRecipe, start))
+register(PointingTeacherRecipe, start)

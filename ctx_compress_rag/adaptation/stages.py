@@ -41,7 +41,7 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.engine.loop import Collate, Job
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 
 logger = logging.getLogger(__name__)
 
@@ -185,5 +185,5 @@ def _collate_numbers(batch: Sequence[Any]) -> dict[str, Any]:
     return {"indices": torch.tensor(batch)}
 
 
-register(Stage(RetrievalAdapterRecipe, start_retrieval_adapter))
-register(Stage(UpdatePredictorRecipe, start_update_predictor))
+register(RetrievalAdapterRecipe, start_retrieval_adapter)
+register(UpdatePredictorRecipe, start_update_predictor)

@@ -1,10 +1,11 @@
-"""Find, read and validate the recipes of `ctx-compress train`."""
+"""The stages of training, and the recipes of `ctx-compress train`: found, read and validated."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -12,13 +13,23 @@ from pydantic import ValidationError
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import any_of, explain
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.stage import STAGES
+from ctx_compress_rag.training.engine.loop import Job
 
 # The subpackages that ship recipes and register stages; the later ones are imported only for their own stages.
 _ROOMS = ("training", "adaptation")
 _PACKAGE = Path(__file__).parents[1]
 FOLDERS = [_PACKAGE / room / "recipes" for room in _ROOMS]
 SHIPPED = FOLDERS[0]
+
+
+STAGES: dict[str, tuple[type[BaseRecipe], Callable[[Any], Job]]] = {}
+"""The registered stages by name: the class of their recipes, and what makes the job from one."""
+
+
+def register(recipe: type[BaseRecipe], start: Callable[[Any], Job]) -> None:
+    """Register a stage, named by its recipes' literal `stage`; `start` makes the job from a recipe."""
+    [name] = get_args(recipe.model_fields["stage"].annotation)
+    STAGES[name] = (recipe, start)
 
 
 def find(name: str) -> Path | None:
@@ -63,7 +74,7 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
         stages = ", ".join(sorted(STAGES))
         raise ConfigError(f"{where} has no stage, which says what to train: set stage to one of {stages}")
     try:
-        recipe: BaseRecipe = any_of(tuple(stage.recipe for stage in STAGES.values()), "stage").validate_python(settings)
+        recipe: BaseRecipe = any_of(tuple(cls for cls, _ in STAGES.values()), "stage").validate_python(settings)
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain(error)}") from None
     return recipe

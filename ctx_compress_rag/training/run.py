@@ -20,9 +20,8 @@ from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.checkpoint import last_checkpoint, load_weights, writing
 from ctx_compress_rag.training.engine.loop import Job, train
 from ctx_compress_rag.training.engine.processes import is_main_process, join_processes, process_count, wait_for_all
-from ctx_compress_rag.training.recipe import load_recipe
+from ctx_compress_rag.training.recipe import STAGES, load_recipe
 from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
-from ctx_compress_rag.training.stage import STAGES
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,8 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
         # Before they are read: they may be edited during the training.
         files = file_digests(recipe) if is_main_process() else {}
-        job = STAGES[recipe.stage].start(recipe)
+        _, start = STAGES[recipe.stage]
+        job = start(recipe)
         if is_main_process():
             begin(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
         report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
@@ -78,7 +78,8 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
 def _whole_again(recipe: BaseRecipe) -> Job:
     """The recipe's job, whose weights are not sharded, with those of the last checkpoint."""
     torch.manual_seed(recipe.seed)
-    job = STAGES[recipe.stage].start(recipe)
+    _, start = STAGES[recipe.stage]
+    job = start(recipe)
     checkpoint = last_checkpoint(recipe.output, recipe.optim.steps)
     assert checkpoint  # of the last step
     load_weights(checkpoint, job.model)

@@ -23,7 +23,7 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import ExampleCollator, PromptBatch, SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
 
@@ -204,4 +204,4 @@ def _positives(passage: Segments, turn: Turn) -> list[bool]:
     return passage.holding([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])
 
 
-register(Stage(RamRecipe, start))
+register(RamRecipe, start)

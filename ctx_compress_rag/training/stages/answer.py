@@ -18,7 +18,7 @@ from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import ExampleCollator, PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.prompts import draw_template
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
 
@@ -112,4 +112,4 @@ class AnswerCollator(ExampleCollator):
         return example
 
 
-register(Stage(AnswerRecipe, start))
+register(AnswerRecipe, start)

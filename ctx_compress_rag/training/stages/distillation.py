@@ -18,7 +18,7 @@ from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.prompt import HoledPrompt, Prompt
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.answer import AnswerCollator
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
@@ -161,4 +161,4 @@ class DistillationCollator(AnswerCollator):
         return self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
 
 
-register(Stage(DistillationRecipe, start))
+register(DistillationRecipe, start)

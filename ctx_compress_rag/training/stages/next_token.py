@@ -16,7 +16,7 @@ from ctx_compress_rag.prompt import HoledPrompt
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from ctx_compress_rag.training.objective import PassageTable, PromptBatch
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.answer import LikelihoodLoss
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
@@ -79,4 +79,4 @@ class NextTokenCollator:
         return ids[:cut], ids[cut:]
 
 
-register(Stage(NextTokenRecipe, start))
+register(NextTokenRecipe, start)

@@ -12,7 +12,7 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.examples import recited
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
@@ -58,4 +58,4 @@ class ReconstructionCollator(AnswerCollator):
         return recited(text)
 
 
-register(Stage(ReconstructionRecipe, start))
+register(ReconstructionRecipe, start)

@@ -27,7 +27,7 @@ from ctx_compress_rag.training.engine.packing import PackedSlots, Packer, collat
 from ctx_compress_rag.training.examples import load_texts
 from ctx_compress_rag.training.objective import SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
 ANSWER, REPEAT = 0, 1
@@ -245,4 +245,4 @@ class _Filling:
         return True
 
 
-register(Stage(RepeatAndAnswerRecipe, start))
+register(RepeatAndAnswerRecipe, start)

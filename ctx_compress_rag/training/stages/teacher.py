@@ -30,7 +30,7 @@ from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objective import ExampleCollator
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.stage import Stage, register
+from ctx_compress_rag.training.recipe import register
 
 
 class TeacherRecipe(Recipe):
@@ -215,4 +215,4 @@ def start(recipe: TeacherRecipe) -> Job:
     return Job(model, examples, collate, save, layers=layers_in([decoder]), micro_batch_size=micro)
 
 
-register(Stage(TeacherRecipe, start))
+register(TeacherRecipe, start)
