@@ -116,6 +116,10 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         # With it, `save_pretrained` would refuse, and peft would treat the weights as packed.
         quantizer.remove_quantization_config(model)
+    for name in ("eos_token", "pad_token"):
+        # Some versions (5.17) give the tokenizer of such a file its start token as the end token, and no padding.
+        if (number := getattr(model.config, f"{name}_id", None)) is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
     # Adapters record the decoder's name; the folder is only this machine's.
     model.name_or_path = model.config.name_or_path = file.name
     return model, tokenizer
