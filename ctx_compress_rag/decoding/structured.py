@@ -48,7 +48,7 @@ class JsonProcessor(LogitsProcessor):
         rows: how many answers are generated together.
 
     Raises:
-        MissingExtraError: the `structured` extra is not installed.
+        MissingExtraError: the `serve` extra is not installed.
         ConfigError: the schema is invalid, or cannot be enforced.
     """
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 from langchain_core.documents import Document
 
-from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassageError
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassageError, RatioError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, content_id
 from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
+from helpers.ram import PASSAGES, QUESTION, close_bundle, close_store
+from helpers.ram import ask as ask_ram
 from helpers.store import WordBundle, passage
 
 GOOD = passage(0)
@@ -196,3 +198,30 @@ def test_texts_are_not_expanded_beyond_all_measure(store: SoftContextStore) -> N
     store.add([GOOD + " " * 10_000], ["long"], progress=False)
     with pytest.raises(ConfigError, match="6,000 markers .* are allowed"):
         expand(store, f"{store.marker('long', 4)} " * 6_000)
+
+
+# Close reading; from a question to its answer: tests/methods/test_methods.py
+
+
+@pytest.fixture(scope="module")
+def ram(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
+    return close_store(tmp_path_factory.mktemp("ram"), close_bundle(tiny_tokenizer))
+
+
+@FRAMEWORKS
+def test_a_question_decides_what_stays_text(ram: SoftContextStore, framework: Any) -> None:
+    found = [framework.found(text, n=n) for n, text in enumerate(PASSAGES)]
+    for options, ratio in (({"ratio": 4}, 4), ({}, 2)):
+        marked = framework.mark(found, QUESTION, store=ram, **options)
+        assert [framework.shown(each) for each in marked] == ask_ram(ram, ratio=ratio)
+        assert framework.restore(marked, ram) == found
+
+
+@FRAMEWORKS
+def test_a_step_without_a_question_says_how_to_give_it(ram: SoftContextStore, framework: Any) -> None:
+    found = [framework.found(text) for text in PASSAGES]
+    with pytest.raises(ConfigError, match="ContextualCompressionRetriever.*query_bundle or query_str"):
+        framework.mark(found, store=ram)
+    for options, error in (({"token_budget": 9}, ConfigError), ({"ratio": 1}, RatioError)):
+        with pytest.raises(error, match="ram bundle"):
+            framework.postprocessor(store=ram, **options)

@@ -149,56 +149,51 @@ class CompressedContextLLM(AdaptableLLM, LLM):
         """An object of `output_cls`: tokens that would break its JSON are never chosen.
 
         Raises:
-            MissingExtraError: the `structured` extra is not installed.
+            MissingExtraError: the `serve` extra is not installed.
             ConfigError: the answer was cut at `max_tokens`.
         """
-        wanted = _constrained(output_cls, llm_kwargs)
-        return cast(Model, super().structured_predict(output_cls, prompt, wanted, **prompt_args))
+        held = self._held_to(output_cls.model_json_schema())
+        return cast(Model, LLM.structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args))
 
     async def astructured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Model:
         """`structured_predict` in a thread."""
-        wanted = _constrained(output_cls, llm_kwargs)
-        return cast(Model, await super().astructured_predict(output_cls, prompt, wanted, **prompt_args))
+        held = self._held_to(output_cls.model_json_schema())
+        return cast(Model, await LLM.astructured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args))
 
     def stream_structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Generator[Any, None, None]:
         """`structured_predict` piece by piece: the object so far, with None for missing fields; the last is whole."""
-        wanted = _constrained(output_cls, llm_kwargs)
-        return cast(
-            Generator[Any, None, None], super().stream_structured_predict(output_cls, prompt, wanted, **prompt_args)
-        )
+        held = self._held_to(output_cls.model_json_schema())
+        return LLM.stream_structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args)
 
     async def astream_structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> AsyncGenerator[Any, None]:
         """`stream_structured_predict` in a thread."""
-        wanted = _constrained(output_cls, llm_kwargs)
-        return cast(
-            AsyncGenerator[Any, None],
-            await super().astream_structured_predict(output_cls, prompt, wanted, **prompt_args),
-        )
+        held = self._held_to(output_cls.model_json_schema())
+        return await LLM.astream_structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args)
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """Answer a filled template; if its parser reads JSON (selectors, sub-questions), with JSON of that form.
 
         Raises:
-            MissingExtraError: its parser reads JSON, and the `structured` extra is not installed.
+            MissingExtraError: its parser reads JSON, and the `serve` extra is not installed.
         """
-        return LLM.predict(self._for(prompt, prompt_args), prompt, **prompt_args)
+        return LLM.predict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """`predict` in a thread."""
-        return await LLM.apredict(self._for(prompt, prompt_args), prompt, **prompt_args)
+        return await LLM.apredict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
-    def _for(self, prompt: BasePromptTemplate, prompt_args: dict[str, Any]) -> Self:
-        schema = schema_of(prompt, prompt_args)
+    def _held_to(self, schema: dict[str, Any] | None) -> Self:
+        """This LLM, with every answer held to a JSON schema, if there is one."""
         if schema is None:
             return self
         other = self.model_copy()
-        other._json = _response_format(schema)
+        other._json = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
         return other
 
     @property
@@ -275,14 +270,6 @@ def _whole(answer: Generation, sampling: Sampling) -> Generation:
             f"max_tokens={sampling.max_new_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
         )
     return answer
-
-
-def _constrained(output_cls: type[Model], llm_kwargs: _Options) -> dict[str, Any]:
-    return {**(llm_kwargs or {}), **_response_format(output_cls.model_json_schema())}
-
-
-def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
 def _completions(pieces: Pieces, sampling: Sampling) -> CompletionResponseGen:
