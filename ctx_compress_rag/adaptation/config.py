@@ -68,17 +68,31 @@ class RetrievalAdapterRecipe(AdaptationRecipe):
     alpha: int = Field(default=32, gt=0)
 
 
-class UpdatePredictorRecipe(AdaptationRecipe):
+class PredictorSettings(Strict):
+    """What a recipe says of a predictor, and the predictor keeps.
+
+    Attributes:
+        inner_steps: K of eq. 8.
+        inner_learning_rate: eta of eq. 8.
+        demonstrations: N, the number in each support context: it is trained with so many, and takes so many.
+        hidden, code: widths of the encoder's layers.
+        layer: the decoder's layer after which the demonstrations' hidden states are read; None is the last.
+    """
+
+    inner_steps: int = Field(default=5, gt=0)
+    inner_learning_rate: float = Field(default=1e-2, gt=0)
+    demonstrations: int = Field(default=3, gt=0)
+    hidden: int = Field(default=256, gt=0)
+    code: int = Field(default=64, gt=0)
+    layer: int | None = Field(default=None, gt=0)
+
+
+class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
     """The update predictor, trained on gradient descent's updates (eq. 9).
 
     Attributes:
         base: the base retrieval adapter's folder.
-        inner_steps: K of eq. 8.
-        inner_learning_rate: eta of eq. 8.
         magnitude_weight: lambda of eq. 9.
-        demonstrations: N, the number in each support context.
-        hidden, code: widths of the encoder's layers.
-        layer: the decoder's layer after which the demonstrations' hidden states are read; None is the last.
         contexts: number of support contexts to solve by gradient descent before training, which then learns from each
             many times; None draws and solves a new one each time, as the paper does. Their updates stay in memory:
             contexts x rank x input and output widths of Q/K/V, in bfloat16. A training that resumes solves them again.
@@ -86,11 +100,5 @@ class UpdatePredictorRecipe(AdaptationRecipe):
 
     stage: Literal["update_predictor"]
     base: Path
-    inner_steps: int = Field(default=5, gt=0)
-    inner_learning_rate: float = Field(default=1e-2, gt=0)
     magnitude_weight: float = Field(default=0.1, ge=0)
-    demonstrations: int = Field(default=3, gt=0)
-    hidden: int = Field(default=256, gt=0)
-    code: int = Field(default=64, gt=0)
-    layer: int | None = Field(default=None, gt=0)
     contexts: int | None = Field(default=None, gt=0)

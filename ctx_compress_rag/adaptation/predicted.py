@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.config import PredictorSettings
 from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
@@ -22,7 +23,7 @@ from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import read_tensors
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.strict import Strict, explain
+from ctx_compress_rag.strict import explain
 
 BASE_FOLDER = "base"
 
@@ -31,28 +32,18 @@ _WEIGHTS_FILE = "model.safetensors"
 _LOADED: WeakKeyDictionary[Decoder, dict[Path, tuple[list[tuple[Path, int]], PredictedUpdate]]] = WeakKeyDictionary()
 
 
-class PredictorConfig(Strict):
+class PredictorConfig(PredictorSettings):
     """The contents of a predicted update's config.json.
 
     Attributes:
         format: version of the format.
-        inner_steps, inner_learning_rate: K and eta of the gradient descent that it replaces.
-        demonstrations: the number it was trained with, and takes.
         fingerprint: `AdaptiveDecoder.fingerprint` of the decoder that it was made for; `build` fills it in.
         ratio: source tokens per slot of the demonstrations' passages; None if they are text.
-        hidden, code: widths of its encoder's layers.
-        layer: after which layer it reads the demonstrations' hidden states; None is the last.
     """
 
     format: Literal[1] = 1
-    inner_steps: int = Field(gt=0)
-    inner_learning_rate: float = Field(gt=0)
-    demonstrations: int = Field(gt=0)
     fingerprint: str = ""
     ratio: int | None = Field(default=None, gt=0)
-    hidden: int = Field(default=256, gt=0)
-    code: int = Field(default=64, gt=0)
-    layer: int | None = Field(default=None, gt=0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ctx_compress_rag.errors import ConfigError, DataError, conversion
+from ctx_compress_rag.errors import ConfigError, DataError
 
 STORE = "chroma"
 """The folder of an index."""
@@ -72,15 +72,10 @@ def read_text(file: str, what: str = "text") -> str:
     Raises:
         DataError: it cannot be read, is not UTF-8, or is blank.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"cannot read the {what} {file!r} ({error}): give a text file in UTF-8, for instance with "
-            f"{conversion(error)}"
-        ) from error
-    except OSError as error:
-        raise DataError(f"cannot read the {what} {file!r} ({error}): give a text file in UTF-8") from error
+    from ctx_compress_rag.data.examples import open_text
+
+    with open_text(Path(file)) as lines:
+        text = lines.read()
     if not text.strip():
         raise DataError(f"{file!r} holds no {what}: add some")
     return text

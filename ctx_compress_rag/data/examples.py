@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -72,22 +74,28 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
     return examples
 
 
-def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Turn]]:
-    opener: Any = gzip.open if path.suffix == ".gz" else open
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """Open a file in UTF-8, packed (.gz, .xz) or not; what cannot be read is a DataError with the remedy."""
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
-        with opener(path, "rt", encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _row(line, f"{path}:{number}", unanswerable)
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            yield file
     except FileNotFoundError:
-        raise DataError(f"no data file at {path}: give a JSONL file, gzipped or not") from None
+        raise DataError(f"no data file at {path}: correct the path") from None
     except UnicodeDecodeError as error:
         raise DataError(
-            f"cannot read {path} ({error}): give a file of JSONL in UTF-8, gzipped or not, for instance with "
-            f"{conversion(error)}"
+            f"cannot read {path} ({error}): give a file in UTF-8, for instance with {conversion(error)}"
         ) from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path} ({error}): give a file of JSONL in UTF-8, gzipped or not") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"cannot read {path} ({error}): give a file in UTF-8, packed or not") from error
+
+
+def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Turn]]:
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _row(line, f"{path}:{number}", unanswerable)
 
 
 class _Titled(BaseModel):

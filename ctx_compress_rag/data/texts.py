@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import lzma
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, open_text, read_jsonl
 from ctx_compress_rag.errors import DataError
 
 
@@ -39,11 +37,5 @@ def _documents(path: Path) -> Iterable[str]:
         return dict.fromkeys(p for e in read_jsonl(path, unanswerable=True) for p in e.passages)
     if not path.name.endswith((".txt", ".txt.xz")):
         raise DataError(f"{path} is not a text to train on: give a .txt, .txt.xz, .jsonl or .jsonl.gz file")
-    opener: Any = lzma.open if path.suffix == ".xz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            return [file.read()]
-    except FileNotFoundError:
-        raise DataError(f"no data file at {path}: correct the path") from None
-    except (OSError, lzma.LZMAError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
+    with open_text(path) as file:
+        return [file.read()]

@@ -250,16 +250,6 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         assert together == [adapted.generate(mixed[:1], SHORT)[0].text, decoder.generate(mixed[1:], SHORT)[0].text]
 
 
-def test_a_row_is_the_prompt_then_the_answer(decoder: AdaptiveDecoder, bundle: Any) -> None:
-    for demonstration, row in zip(DEMONSTRATIONS, decoder.rows(DEMONSTRATIONS), strict=True):
-        chat = [*demonstration.chat(), {"role": "assistant", "content": demonstration.answer}]
-        ids = row.ids()
-        assert ids.tolist() == bundle.tokenizer.apply_chat_template(chat)["input_ids"]
-        answer = bundle.tokenizer.decode(ids[row.answers])
-        assert answer.strip() == f"{demonstration.answer}<|end|>"
-        assert ids[-1] == bundle.tokenizer.eos_token_id
-
-
 def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -> None:
     """Without a chat template: after the cue, as `answer_ids` has it."""
     tokenizer = copy.deepcopy(tiny_tokenizer)

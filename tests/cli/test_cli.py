@@ -244,24 +244,6 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_wrong_usage_is_told(run: Any) -> None:
-    for argv, message in (
-        ([], "Missing command"),
-        (["ask"], "Missing argument 'QUESTION'"),
-        (["backup", "copy"], "Missing option '--store'"),
-        (["fly"], "No such command 'fly'"),
-        (["ask", "x", "--k", "0"], "'--k'"),
-        (["index", "x", "--chunk-tokens", "3"], "'--chunk-tokens'"),
-        (["eval"], "Missing option '--data'"),
-        (["eval", "--data", "x", "--questions", "1"], "'--questions'"),
-    ):
-        assert run(*argv) == 2
-        assert "Usage: ctx-compress" in run.err and message in run.err
-        assert run.out == ""
-    assert run("eval", "--ratios") == 2
-    assert "Option '--ratios' requires an argument" in run.err
-
-
 def test_help_brings_no_torch() -> None:
     code = (
         "import sys; from ctx_compress_rag.cli import main\n"

@@ -139,7 +139,7 @@ def test_eval_refuses_before_it_answers(
         (["--data", one], "one: 1 questions have an answer"),
         (["--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
         (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),
-        (["--data", tmp_path], "give a file of JSONL in UTF-8"),
+        (["--data", tmp_path], "in UTF-8"),
     ):
         assert message in run.fails(*evaluate, *given), given
     assert not (tmp_path / "out").exists()

@@ -51,7 +51,7 @@ def test_a_file_that_is_no_jsonl_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(row.encode("latin-1"))
     (tmp_path / "packed.jsonl.gz").write_text(row)
     for name in ("latin.jsonl", "packed.jsonl.gz", "."):
-        with pytest.raises(DataError, match="cannot read .* give a file of JSONL in UTF-8, gzipped or not"):
+        with pytest.raises(DataError, match="cannot read .* UTF-8"):
             read_jsonl(tmp_path / name)
     for encoding in ("UTF-16", "LATIN1"):  # as Python and iconv call them
         (tmp_path / "other.jsonl").write_text(row, encoding=encoding)

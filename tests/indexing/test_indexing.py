@@ -20,7 +20,7 @@ from sentence_transformers.models import Dense
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk
-from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, make_passage, open_index
+from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import Input, open_input
 from ctx_compress_rag.text.passage_vectors import load_minilm
 from helpers.cli import contents, paragraphs, write_docs, write_documents
@@ -286,15 +286,3 @@ def test_a_collection_of_someone_else_is_left_alone(tmp_path: Path, bundle_folde
     client.close()
     with pytest.raises(StoreError, match="not made by `ctx-compress index`"):
         open_index(tmp_path, str(bundle_folder), create=True)
-
-
-def test_inspecting_reads_what_the_store_says_of_itself(index: PassageIndex, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no store at"):  # nothing was written yet
-        inspect_index(tmp_path / "chroma")
-    list(index.add(make_passage(text, "one", "demo") for text in paragraphs(0)))
-    info = inspect_index(tmp_path / "chroma")
-    assert info.store == index.store.info()
-    assert (info.sources, info.store.passages) == (1, 8)
-    with pytest.raises(StoreError, match="no store at"):
-        inspect_index(tmp_path / "elsewhere")
-    assert not (tmp_path / "elsewhere").exists()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.models.int8 import from_int8, to_int8
 
 
@@ -40,18 +36,3 @@ def test_a_matrix_that_eight_bits_would_spoil_stays_in_half_precision() -> None:
     }
     back = from_int8(stored)
     assert torch.linalg.norm(back["near"] - torch.eye(128) - noise) < 0.05 * torch.linalg.norm(noise)
-
-
-def test_a_bundle_in_eight_bits_is_smaller_and_near(make_tiny_bundle: Any, tmp_path: Path) -> None:
-    """How it is saved again: bundle/test_bundle_adapters.py."""
-    bundle = make_tiny_bundle(encoder={"mode": "full"})
-    exact = bundle.compress(["A passage of some words."])[0].slots
-    bundle.save_pretrained(tmp_path / "half")
-    bundle.save_pretrained(tmp_path / "int8", int8=True)
-    again = Bundle.from_pretrained(tmp_path / "int8")
-    assert again.fingerprint == bundle.fingerprint != Bundle.from_pretrained(tmp_path / "half").fingerprint
-    slots = again.compress(["A passage of some words."])[0].slots
-    assert torch.linalg.norm(slots - exact) < 0.05 * torch.linalg.norm(exact)
-    sizes = [(tmp_path / f / "decoder").glob("model*.safetensors") for f in ("int8", "half")]
-    eight, sixteen = (sum(file.stat().st_size for file in files) for files in sizes)
-    assert eight < 0.8 * sixteen  # some of its matrices are too small to gain
