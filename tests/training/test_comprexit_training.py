@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.answer import LikelihoodLoss
 from ctx_compress_rag.training.stages.next_token import NextTokenCollator
+from helpers import architectures
 from helpers.comprexit import TEXTS, comprexit_bundle
 
 
-@pytest.fixture(scope="module")
-def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
-    return partial(comprexit_bundle, tiny_tokenizer)
-
-
-def test_next_token_loss_is_plain_cross_entropy(make: Callable[..., Bundle]) -> None:
+def test_next_token_loss_is_plain_cross_entropy(tiny_tokenizer: Any) -> None:
     """Slots in place of the beginning, then token by token through transformers alone."""
-    bundle = make(seed=5)
+    bundle = comprexit_bundle(tiny_tokenizer, seed=5)
     objective = LikelihoodLoss(bundle)
     examples = [Example((text,), (Turn("", ("",)),)) for text in TEXTS[:2]]
     with torch.no_grad():
@@ -61,3 +57,46 @@ def test_shipped_recipes_hold_the_papers_values(name: str, stage: str) -> None:
         assert recipe.optim.steps * 2048 * (512 + 128) == pytest.approx(1e9, rel=1e-3)
     else:
         assert recipe.bundle == load_recipe("comprexit/next_token").output / "bundle"
+
+
+# Rows: which tokens are compressed, and which are predicted
+
+
+@given(length=st.integers(2, 90), context=st.integers(1, 60), continuation=st.integers(1, 60))
+@settings(deadline=None, max_examples=60)
+def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continuation: int) -> None:
+    """A text's beginning is compressed, and what follows it is predicted; of a short text nothing is left out."""
+    text = tiny_tokenizer.decode([(37 * i) % 500 + 20 for i in range(length)])
+    whole = tiny_tokenizer(f"Pell.\n\n{text}", add_special_tokens=False)["input_ids"]
+    batch = NextTokenCollator(tiny_tokenizer, context, continuation)([Example(("Pell.", text), (Turn("", ("",)),))])
+    [row], [passage] = batch["prompts"].prompts, batch["passages"]
+    beginning, (before, rest) = passage.ids, row.ids
+    assert beginning + rest.tolist() == whole[: context + continuation]
+    assert passage.text == tiny_tokenizer.decode(beginning)
+    assert before.tolist() == [] and [a.tolist() for a in row.answers] == [[], [True] * len(rest)]
+    wanted = len(beginning + rest.tolist()) * context // (context + continuation)
+    assert len(beginning) == max(1, wanted) and len(rest) >= 1
+
+
+def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
+    tokenizer = architectures.tokenizer("Llama")
+    batch = NextTokenCollator(tokenizer, 8, 4)([Example((TEXTS[0],), (Turn("", ("",)),))])
+    [row] = batch["prompts"].prompts
+    assert row.ids[0].tolist() == [tokenizer.bos_token_id] and not row.answers[0].any()
+    unused = architectures.tokenizer("Phi3")  # it has a BOS, and puts it nowhere
+    assert unused.bos_token_id is not None and unused("", verbose=False)["input_ids"] == []
+    [row] = NextTokenCollator(unused, 8, 4)([Example((TEXTS[0],), (Turn("", ("",)),))])["prompts"].prompts
+    assert row.ids[0].tolist() == []
+    with pytest.raises(DataError, match="'a'"):
+        NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])
+
+
+def test_a_control_token_in_a_text_is_text() -> None:
+    """As the store has it: the passage that is compressed in training is the one that is compressed in use."""
+    tokenizer = architectures.tokenizer("Llama")
+    text = f"{TEXTS[0]}{tokenizer.eos_token}{TEXTS[0]}"
+    batch = NextTokenCollator(tokenizer, 200, 100)([Example((text,), (Turn("", ("",)),))])
+    [row] = batch["prompts"].prompts
+    read = [*batch["passages"][0].ids, *row.ids[1].tolist()]
+    assert tokenizer.eos_token_id in tokenizer(text)["input_ids"]
+    assert tokenizer.eos_token_id not in read and tokenizer.decode(read) == text

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ctx_compress_rag.training.engine.parameters import trained
+from ctx_compress_rag.training.engine.optimizers import trained
 
 
 class WeightAverage:

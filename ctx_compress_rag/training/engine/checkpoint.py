@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.engine.averaging import WeightAverage
-from ctx_compress_rag.training.engine.parameters import trained
+from ctx_compress_rag.training.engine.optimizers import trained
 from ctx_compress_rag.training.engine.processes import is_main_process, process_count, process_rank
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,7 @@ from ctx_compress_rag.training.engine.checkpoint import (
     step_of,
 )
 from ctx_compress_rag.training.engine.checkpointing import checkpoint_layers
-from ctx_compress_rag.training.engine.optimizers import make_optimizers, set_learning_rate
-from ctx_compress_rag.training.engine.parameters import all_finite, trained
+from ctx_compress_rag.training.engine.optimizers import all_finite, make_optimizers, set_learning_rate, trained
 from ctx_compress_rag.training.engine.processes import (
     is_main_process,
     process_count,

@@ -1,14 +1,25 @@
-"""The optimizers of a training, and the learning rate of each step."""
+"""The trained parameters, which require gradients; their optimizers, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from ctx_compress_rag.training.config import OptimConfig
-from ctx_compress_rag.training.engine.parameters import trained
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether no trained parameter is NaN or infinite, in this process's part of them."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in trained(model).values())
+    return all(bool(part.isfinite().all()) for part in parts)
 
 
 def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:
