@@ -23,6 +23,9 @@ def several_data(
     passages: Annotated[
         list[int] | None, typer.Option(metavar="N...", help="Passages of a prompt, drawn from these.")
     ] = None,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How often each question is taken, with other distractors.")
+    ] = 1,
     output: Annotated[str, typer.Option(metavar="FILE", help="File to write.")] = "several.jsonl",
 ) -> None:
     """Write training questions whose passage stands among its nearest neighbors.
@@ -36,7 +39,7 @@ def several_data(
 
     kept_out = HeldOut(e for file in held_out for e in read_jsonl(file, unanswerable=True))
     examples = [e for file in files for e in kept_out.without(read_jsonl(file, 4), file)]
-    mixed = among_neighbors(examples, passages or [1, 1, 1, 2, 3, 4, 5, 6, 8], seed=0)
+    mixed = among_neighbors(examples, passages or [1, 1, 1, 2, 3, 4, 5, 6, 8], rounds)
     print(f"{write_jsonl(output, mixed)} questions in {output}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,15 +21,16 @@ NEAREST = 30
 _AT_ONCE = 512
 
 
-def among_neighbors(examples: Sequence[Example], counts: Sequence[int], seed: int) -> list[Example]:
+def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: int = 1) -> list[Example]:
     """Put each example's passage among neighbors that do not mention its answers.
 
     Args:
         examples: examples of one passage each.
         counts: the numbers of passages to draw from for a prompt.
-        seed: for the draws.
+        rounds: how often each example is taken, each time among other draws of its neighbors.
 
-    Returns: the examples in order, each turn with the sentence of its answer as evidence, if one has it.
+    Returns: the examples in order, round after round, each turn with the sentence of its answer as evidence, if one
+    has it.
     """
     passages = list(dict.fromkeys(e.passages[0] for e in examples))
     place = {passage: number for number, passage in enumerate(passages)}
@@ -38,9 +40,9 @@ def among_neighbors(examples: Sequence[Example], counts: Sequence[int], seed: in
             for start in tqdm(range(0, len(passages), _AT_ONCE), desc="MiniLM", unit="batch")
         ]
     )
-    rng = random.Random(seed)
+    draws = [random.Random(number) for number in range(rounds)]
     made = []
-    for example in examples:
+    for rng, example in itertools.product(draws, examples):
         [own] = example.passages
         near = np.argsort(-(vectors @ vectors[place[own]]), kind="stable")[1 : NEAREST + 1]
         answers = [answer for turn in example.turns for answer in turn.answers]

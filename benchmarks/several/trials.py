@@ -98,7 +98,7 @@ def prompts(plan: Plan) -> list[Example]:
         # Neighbors in the file have similar subjects: blocks keep them together.
         blocks = spread([read[i : i + 60] for i in range(0, len(read), 60)], 2 * plan.steps * BATCH // 60 + 1)
         examples += [e for block in blocks for e in block]
-    mixed = among_neighbors(examples, COUNTS, seed=0)
+    mixed = among_neighbors(examples, COUNTS)
     order = np.random.default_rng(0).permutation(len(mixed))[: plan.steps * BATCH]
     return [mixed[i] for i in order]
 

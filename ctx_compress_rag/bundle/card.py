@@ -40,7 +40,7 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
         parts.append(f"## Trained on\n\n| data | license |\n|---|---|\n{lines}")
     if scores := report.get("scores"):
         tables = "\n\n".join(_score_table(name, given) for name, given in scores.items())
-        parts.append(f"## Scores\n\nAnswer F1 ± standard error, by `python -m benchmarks eval --card`.\n\n{tables}")
+        parts.append(f"## Scores\n\nAnswer F1 ± standard error, as `ctx-compress eval` measures it.\n\n{tables}")
     limits = [*recipe.get("limits", ()), _LIMIT]
     parts.append("## Limits\n\n" + "\n".join(f"- {limit}" for limit in limits))
     rest = "\n\n".join(parts)

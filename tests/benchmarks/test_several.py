@@ -27,7 +27,7 @@ def test_distractors_are_the_nearest_passages_without_the_answer() -> None:
     passages = list(dict.fromkeys(e.passages[0] for e in examples))
     vectors = passage_vectors(passages)
     several = 0
-    for before, after in zip(examples, among_neighbors(examples, [1, 3], seed=0), strict=True):
+    for before, after in zip(examples, among_neighbors(examples, [1, 3]), strict=True):
         own = before.passages[0]
         others = [passage for passage in after.passages if passage != own]
         assert len(others) == len(after.passages) - 1
@@ -59,7 +59,7 @@ def test_evidence_has_less_loss_the_more_attention_its_slots_get(
     monkeypatch.setattr(losses, "HEADS", ((0, 0), (1, 1)))
     bundle = make_tiny_bundle()
     draw_lora(bundle.backbone.model, std=0.1)
-    examples = among_neighbors(world_examples("test", 1, 6, 2, (1,)), [3], seed=0)
+    examples = among_neighbors(world_examples("test", 1, 6, 2, (1,)), [3])
     collate = losses.SeveralCollator(PromptBuilder(bundle.tokenizer), [bundle.config.template], 999, 0, quote=True)
     batch = collate(examples)
     spans = [span for own in batch["evidence"] for span in own]
