@@ -21,9 +21,8 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import register
-from ctx_compress_rag.training.stages.answer import LikelihoodLoss
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
-from ctx_compress_rag.training.stages.next_token import NextTokenCollator
+from ctx_compress_rag.training.stages.compression import Objective, start
+from ctx_compress_rag.training.stages.next_token import NextTokenRecipe
 
 # GELU(x) is x / 2 + 0.4 x^2 and smaller terms: for inputs of this standard deviation it is nine tenths linear.
 _NEARLY_LINEAR = 0.3
@@ -32,7 +31,7 @@ _NEARLY_LINEAR = 0.3
 _RIDGE = 1e-3
 
 
-class FittedNextTokenRecipe(CompressionRecipe):
+class FittedNextTokenRecipe(NextTokenRecipe):
     """Stage `next_token` for a reader with a map of two layers, which is fitted first.
 
     Attributes:
@@ -40,15 +39,13 @@ class FittedNextTokenRecipe(CompressionRecipe):
             token's embedding, and a longer one to the mean of its tokens' embeddings.
     """
 
-    asks = False
-    stage: Literal["fitted_next_token"]
+    stage: Literal["fitted_next_token"]  # type: ignore[assignment]
     fit_passages: int = Field(gt=0)
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         """The loss, what feeds it, and on what."""
         fit_reader(bundle, [text for e in passages_of(examples)[: self.fit_passages] for text in e.passages])
-        collate = NextTokenCollator(bundle.tokenizer, self.data.max_context_tokens, self.data.max_answer_tokens)
-        return LikelihoodLoss(bundle), collate, examples
+        return super().objective(bundle, examples)
 
 
 def fit_reader(bundle: Bundle, texts: Sequence[str]) -> None:
@@ -77,6 +74,8 @@ def fit(projection: TwoLayerMap, slots: Tensor, embeddings: Tensor) -> None:
     Shape: (slots, slot_dim), (slots, dim)
     """
     slots = slots.to(projection.inner.weight.dtype)
+    if projection.norm is not None:
+        slots = projection.norm(slots)
     weight, bias = _least_squares(slots, embeddings)
     line = slots.double() @ weight.T + bias
     center = line.mean(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,16 +39,21 @@ def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: 
             for start in tqdm(range(0, len(passages), _AT_ONCE), desc="MiniLM", unit="batch")
         ]
     )
-    draws = [random.Random(number) for number in range(rounds)]
-    made = []
-    for rng, example in itertools.product(draws, examples):
+    distractors = []
+    for example in examples:
         [own] = example.passages
         near = np.argsort(-(vectors @ vectors[place[own]]), kind="stable")[1 : NEAREST + 1]
         answers = [answer for turn in example.turns for answer in turn.answers]
-        others = [passages[i] for i in near if passages[i] != own and not mentions_answer(passages[i], answers)]
-        chosen = [own, *rng.sample(others, min(len(others), rng.choice(counts) - 1))]
-        rng.shuffle(chosen)
-        made.append(Example(tuple(chosen), tuple(with_evidence(turn, own) for turn in example.turns)))
+        found = (passages[i] for i in near)
+        distractors.append([other for other in found if other != own and not mentions_answer(other, answers)])
+    made = []
+    for number in range(rounds):
+        rng = random.Random(number)
+        for example, others in zip(examples, distractors, strict=True):
+            [own] = example.passages
+            chosen = [own, *rng.sample(others, min(len(others), rng.choice(counts) - 1))]
+            rng.shuffle(chosen)
+            made.append(Example(tuple(chosen), tuple(with_evidence(turn, own) for turn in example.turns)))
     return made
 
 
