@@ -31,8 +31,8 @@ from benchmarks.compare.decoder import decoder_sha256, merge_teacher, teacher_sh
 from benchmarks.timing.speed import seconds_of
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import REPORT_FILE
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
@@ -410,7 +410,7 @@ def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) 
 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     """The decoder with full text, without context, and with passages shortened to ceil(tokens / ratio) tokens."""
-    decoder = TransformersDecoder(Decoder(Backbone(*load_decoder(plan.start, dtype=plan.dtype))), batch_size=16)
+    decoder = TransformersDecoder(PlainDecoder(Backbone(*load_decoder(plan.start, dtype=plan.dtype))), batch_size=16)
     tokenizer, encoder = decoder.bundle.tokenizer, load_minilm()
     ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions]
     texts: dict[Key, list[Sequence[str]]] = {

@@ -19,8 +19,8 @@ from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDec
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd
-from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import read_tensors
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import explain
@@ -29,7 +29,9 @@ BASE_FOLDER = "base"
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
-_LOADED: WeakKeyDictionary[Decoder, dict[Path, tuple[list[tuple[Path, int]], PredictedUpdate]]] = WeakKeyDictionary()
+_LOADED: WeakKeyDictionary[PlainDecoder, dict[Path, tuple[list[tuple[Path, int]], PredictedUpdate]]] = (
+    WeakKeyDictionary()
+)
 
 
 class PredictorConfig(PredictorSettings):

@@ -34,7 +34,7 @@ from ctx_compress_rag.adaptation.objectives.update_predictor import (
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.store import SoftContextStore
@@ -56,7 +56,7 @@ def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = N
     """Load the recipe's decoder, with a store in memory if passages become slots."""
     device = device or training_device()
     if recipe.decoder is not None:
-        return AdaptiveDecoder(Decoder.load(recipe.decoder, recipe.revision, device))
+        return AdaptiveDecoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
     bundle = Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision)
     if recipe.ratio is None:

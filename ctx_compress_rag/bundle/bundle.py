@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.decoder import Decoder
 from ctx_compress_rag.bundle.files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -33,6 +32,7 @@ from ctx_compress_rag.bundle.files import (
     read_tensors,
 )
 from ctx_compress_rag.bundle.identity import decoder_digest, fingerprint
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.bundle.saving import save
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
@@ -51,7 +51,7 @@ _TOKENS_PER_BATCH = 8192
 _PASSAGES_PER_ROUND = 256
 
 
-class Bundle(Decoder):
+class Bundle(PlainDecoder):
     """A compressor, a reader and the decoder they were trained for.
 
     Attributes:

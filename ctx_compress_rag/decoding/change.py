@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 
 
 class Change:
@@ -34,7 +34,7 @@ UNCHANGED = Change()
 
 
 @contextmanager
-def opened(decoder: Decoder, soft: bool, slot_mask: Tensor, change: Change = UNCHANGED) -> Iterator[Any]:
+def opened(decoder: PlainDecoder, soft: bool, slot_mask: Tensor, change: Change = UNCHANGED) -> Iterator[Any]:
     """Lock a transformers model for this thread, with a change applied to it.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.change import UNCHANGED, Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
@@ -78,7 +78,7 @@ class TransformersDecoder:
 
     def __init__(
         self,
-        bundle: Decoder,
+        bundle: PlainDecoder,
         store: SoftContextStore | None = None,
         *,
         on_unreadable: OnUnreadable = "error",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.change import Change, opened
 from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
@@ -58,7 +58,7 @@ class Row:
         scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
     """
 
-    bundle: Decoder
+    bundle: PlainDecoder
     prompt: Prompt
     change: Change
     sampling: Sampling

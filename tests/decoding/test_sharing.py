@@ -17,7 +17,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from ctx_compress_rag.bundle.decoder import Decoder
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
@@ -270,7 +270,7 @@ def test_a_thread_that_needs_the_model_gets_it_between_passes(decoder: Transform
 @pytest.mark.parametrize("name", architectures.NAMES)
 def test_rows_come_and_go_on_every_architecture(name: str) -> None:
     """Two at a time, each prompt joining where one has left, against transformers' generate on each alone."""
-    alone = Decoder(Backbone(architectures.model(name), architectures.tokenizer(name)))
+    alone = PlainDecoder(Backbone(architectures.model(name), architectures.tokenizer(name)))
     decoder = TransformersDecoder(alone, batch_size=2)
     asked = [text * (1 + place % 3) for place, text in enumerate(architectures.TEXTS * 2) if text.strip()][:6]
     with passes(decoder) as seen:

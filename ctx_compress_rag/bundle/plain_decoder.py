@@ -1,4 +1,4 @@
-"""A decoder that reads text: what a bundle adds a compressor and a reader to."""
+"""A decoder that reads text alone: what a bundle adds a compressor and a reader to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
-class Decoder(ProcessBound):
+class PlainDecoder(ProcessBound):
     """A causal LM and its tokenizer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Decoder(ProcessBound):
     @classmethod
     def load(
         cls, decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
-    ) -> Decoder:
+    ) -> PlainDecoder:
         """Load a decoder alone.
 
         Args:
@@ -53,7 +53,7 @@ class Decoder(ProcessBound):
         Raises:
             BundleError: it cannot be loaded; the message names it.
         """
-        return Decoder(Backbone(*load_decoder(decoder, revision, device)), str(decoder))
+        return PlainDecoder(Backbone(*load_decoder(decoder, revision, device)), str(decoder))
 
     @property
     def tokenizer(self) -> Any:
