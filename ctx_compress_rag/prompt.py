@@ -92,7 +92,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
-class HoledPrompt:
+class PromptTemplate:
     """A prompt, optionally with its answers, with holes for its passages.
 
     Attributes:
@@ -104,11 +104,11 @@ class HoledPrompt:
     answers: tuple[Tensor, ...]
 
     @classmethod
-    def without_answers(cls, ids: Sequence[Tensor]) -> HoledPrompt:
+    def without_answers(cls, ids: Sequence[Tensor]) -> PromptTemplate:
         """Make a prompt without answers."""
         return cls(tuple(ids), tuple(torch.zeros(len(part), dtype=torch.bool) for part in ids))
 
-    def filled(self, slots: Sequence[Tensor]) -> Prompt:
+    def fill(self, slots: Sequence[Tensor]) -> Prompt:
         """The prompt with slots (S, D) in each hole."""
         pieces, answers = [self.ids[0]], [self.answers[0]]
         for run, ids, mask in zip(slots, self.ids[1:], self.answers[1:], strict=True):

@@ -30,7 +30,7 @@ def any_of(classes: tuple[type[Strict], ...], key: str) -> TypeAdapter[Any]:
     return TypeAdapter(union)
 
 
-def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
+def validate(name: str, value: object, rule: TypeAdapter[T]) -> T:
     """Validate an argument by a pydantic rule, which reads 16, 16.0 and "16" as the same number.
 
     Raises:
@@ -43,7 +43,7 @@ def checked(name: str, value: object, rule: TypeAdapter[T]) -> T:
         raise ConfigError(f"{name}={short_repr(value)}: {said}") from None
 
 
-def whole(name: str, value: object) -> int:
+def as_int(name: str, value: object) -> int:
     """Validate an argument as a whole number.
 
     Raises:
@@ -51,33 +51,33 @@ def whole(name: str, value: object) -> int:
     """
     if isinstance(value, bool):  # pydantic takes True for 1
         raise ConfigError(f"{name}={value!r} is not a number: give one")
-    return checked(name, value, _WHOLE)
+    return validate(name, value, _WHOLE)
 
 
-def positive(name: str, value: object) -> int:
+def as_positive_int(name: str, value: object) -> int:
     """Validate an argument as a whole number, 1 or more.
 
     Raises:
         ConfigError: it is not one.
     """
-    return checked(name, value, _POSITIVE)
+    return validate(name, value, _POSITIVE)
 
 
-def seconds(name: str, value: object) -> float:
+def as_seconds(name: str, value: object) -> float:
     """Validate an argument as a time in seconds, 0 or more.
 
     Raises:
         ConfigError: it is not one.
     """
-    return checked(name, value, _SECONDS)
+    return validate(name, value, _SECONDS)
 
 
 def explain(error: ValidationError) -> str:
     """Describe all errors in one line: the field, the problem, and the value given."""
-    return "; ".join(explained(fault) for fault in error.errors())
+    return "; ".join(explain_fault(fault) for fault in error.errors())
 
 
-def explained(fault: Mapping[str, Any]) -> str:
+def explain_fault(fault: Mapping[str, Any]) -> str:
     """Describe one of pydantic's errors: the field, the problem, and the value given."""
     where = ".".join(str(place) for place in fault["loc"])
     match fault["type"]:

@@ -58,8 +58,8 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.answers import exact_match, token_f1
-from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.checkpoint import FOLDER, step_of
 from ctx_compress_rag.training.examples import load_examples

@@ -57,7 +57,7 @@ def eval_(
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.evaluation.answering import RATIOS, Asking
     from ctx_compress_rag.evaluation.sets import Extra, evaluate_sets, question_sets
-    from ctx_compress_rag.text.passage_vectors import load_minilm
+    from ctx_compress_rag.models.sentence_embedding import load_minilm
 
     judging = None if judge is None else load_judge(judge)
     sets = question_sets(data, questions, passages)

@@ -78,7 +78,7 @@ def reconstruction_perplexity(
 
     def from_slots(batch: Sequence[str], ratio: int) -> list[Prompt]:
         return [
-            builder.holed_prompt(recited(text), _TEMPLATE).filled([bundle.embed(soft)])
+            builder.holed_prompt(recited(text), _TEMPLATE).fill([bundle.embed(soft)])
             for text, soft in zip(batch, _compressed(bundle, batch, ratio), strict=True)
         ]
 

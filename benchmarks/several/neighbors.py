@@ -10,8 +10,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.models.sentence_embedding import passage_vectors
 from ctx_compress_rag.text.answers import mentions_answer
-from ctx_compress_rag.text.passage_vectors import passage_vectors
 from ctx_compress_rag.text.sentences import sentences
 
 NEAREST = 30

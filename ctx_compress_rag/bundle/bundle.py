@@ -42,7 +42,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.soft_context import SoftContext, check_window
-from ctx_compress_rag.strict import explain, whole
+from ctx_compress_rag.strict import as_int, explain
 from ctx_compress_rag.text.tokenizing import text_ids
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Bundle(PlainDecoder):
         tokenizer.chat_template = config.chat_template or tokenizer.chat_template
         teacher = folder / TEACHER
         bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
-        bundle.compressor.located(folder)
+        bundle.compressor.bundle_folder_known(folder)
         stored: dict[str, Mapping[str, Tensor]] = {}
         for part, module in bundle.parts.items():
             stored[part] = own = read_tensors(folder / part / WEIGHTS_FILE)
@@ -278,7 +278,7 @@ class Bundle(PlainDecoder):
             ConfigError: a passage is blank, or has no tokens.
             RatioError: the compressor cannot make this ratio.
         """
-        ratio = self.config.base_ratio if ratio is None else whole("ratio", ratio)
+        ratio = self.config.base_ratio if ratio is None else as_int("ratio", ratio)
         self.check_ratio(ratio)
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
@@ -305,7 +305,7 @@ class Bundle(PlainDecoder):
         Raises:
             RatioError: the ratio is not a multiple of the base ratio, or the method is not nestable.
         """
-        return soft.merge(self.compressor.merge_factor(whole("ratio", ratio), self.config.base_ratio))
+        return soft.merge(self.compressor.merge_factor(as_int("ratio", ratio), self.config.base_ratio))
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:

@@ -55,8 +55,8 @@ def eval_(
     from ctx_compress_rag.evaluation.answering import RATIOS
     from ctx_compress_rag.evaluation.plots import new_figure
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
+    from ctx_compress_rag.models.sentence_embedding import load_minilm
     from ctx_compress_rag.store.codec import check_codec
-    from ctx_compress_rag.text.passage_vectors import load_minilm
     from ctx_compress_rag.text.sentences import sentences
 
     new_figure(1, 1)  # report a missing package before the work starts

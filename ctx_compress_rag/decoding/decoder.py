@@ -30,11 +30,11 @@ from ctx_compress_rag.errors import (
     PayloadError,
 )
 from ctx_compress_rag.models.transformers_internals import can_share
-from ctx_compress_rag.prompt import HoledPrompt, Message, Prompt, PromptLike, Quotable
+from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate, Quotable
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
-from ctx_compress_rag.strict import positive
+from ctx_compress_rag.strict import as_positive_int
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
@@ -94,8 +94,10 @@ class TransformersDecoder:
         self.bundle = bundle
         self.store = store
         self.on_unreadable = on_unreadable
-        self.batch_size = positive("batch_size", batch_size)
-        self.max_prompt_tokens = None if max_prompt_tokens is None else positive("max_prompt_tokens", max_prompt_tokens)
+        self.batch_size = as_positive_int("batch_size", batch_size)
+        self.max_prompt_tokens = (
+            None if max_prompt_tokens is None else as_positive_int("max_prompt_tokens", max_prompt_tokens)
+        )
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
     def with_change(self, change: Change) -> Self:
@@ -227,7 +229,7 @@ class TransformersDecoder:
             texts = [texts for texts, _ in around]
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [soft[marker] for _, markers in around for marker in markers]
-            made = HoledPrompt.without_answers(ids).filled(slots)
+            made = PromptTemplate.without_answers(ids).fill(slots)
             self._check_length(index, made)
             if extractive:
                 made = replace(made, quotable=self._quotable(index, messages, said))

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.decoding.structured import schema_text
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.strict import checked
+from ctx_compress_rag.strict import validate
 
 FinishReason = Literal["stop", "length"]
 
@@ -56,7 +56,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, rule in _rules().items():
-            object.__setattr__(self, name, checked(name, getattr(self, name), rule))
+            object.__setattr__(self, name, validate(name, getattr(self, name), rule))
         if self.extractive and self.json_schema is not None:
             raise ConfigError("an extractive answer cannot be JSON of a schema: leave out extractive or json_schema")
         if self.top_logprobs and not self.logprobs:

@@ -14,7 +14,7 @@ from ctx_compress_rag.decoding.vllm import ServerDecoder
 from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, scope
-from ctx_compress_rag.strict import explain, positive
+from ctx_compress_rag.strict import as_positive_int, explain
 from ctx_compress_rag.text.templates import messages
 
 OPTIONS = (
@@ -146,7 +146,7 @@ class DecoderLLM(BaseModel):
                 f"{type(self).__name__} has no option {unknown[0]!r} for a call: there are {', '.join(OPTIONS)}"
             )
         chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
-        max_tokens, stop = positive("max_tokens", chosen.pop("max_tokens")), chosen.pop("stop")
+        max_tokens, stop = as_positive_int("max_tokens", chosen.pop("max_tokens")), chosen.pop("stop")
         stop = (stop,) if isinstance(stop, str) else stop or ()
         return Sampling(max_new_tokens=max_tokens, stop=stop, json_schema=schema, **chosen)
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.base.reading import Reading
+from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma import Chroma, Records, Row, pages
 from ctx_compress_rag.store.chroma_internals import has_database
 from ctx_compress_rag.store.connect import Connection, check_name, connect
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.passage import passage_batches
-from ctx_compress_rag.text.passage_vectors import PACKAGED, load_embedder, passage_vectors, question_vectors
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle

@@ -20,7 +20,7 @@ from ctx_compress_rag.marking.budget import TEXT, Relevance, allot, relevance
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id, to_passage
-from ctx_compress_rag.strict import whole
+from ctx_compress_rag.strict import as_int
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
 
 logger = logging.getLogger(__name__)
@@ -124,8 +124,8 @@ class Marking:
         scope: str | None = None,
     ) -> None:
         self._store = store
-        self._ratio = ratio = None if ratio is None else whole("ratio", ratio)
-        self._budget = budget = None if token_budget is None else whole("token_budget", token_budget)
+        self._ratio = ratio = None if ratio is None else as_int("ratio", ratio)
+        self._budget = budget = None if token_budget is None else as_int("token_budget", token_budget)
         self._on_missing = on_missing
         self._scope = scope
         if ratio is not None and budget is not None:

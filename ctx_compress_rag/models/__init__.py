@@ -1,1 +1,1 @@
-"""A transformers decoder with adapters: load, identify, run."""
+"""A decoder with adapters, and a sentence encoder: load, identify, run."""

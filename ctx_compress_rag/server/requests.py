@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ctx_compress_rag.decoding.decoder import Message, Sampling
 from ctx_compress_rag.server.faults import RequestError
-from ctx_compress_rag.strict import explained
+from ctx_compress_rag.strict import explain_fault
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
 
@@ -233,4 +233,4 @@ def malformed(errors: Sequence[Any]) -> RequestError:
         return RequestError(
             400, "the body is not a JSON object: send one, with the header Content-Type: application/json"
         )
-    return RequestError(400, explained({**found, "loc": places}), param=places[0])
+    return RequestError(400, explain_fault({**found, "loc": places}), param=places[0])

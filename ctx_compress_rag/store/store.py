@@ -49,7 +49,7 @@ from ctx_compress_rag.store.record import Labels, Record, full_hash, payload_of,
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import abandoned, uninterrupted
 from ctx_compress_rag.store.transient import TransientContexts
-from ctx_compress_rag.strict import seconds, whole
+from ctx_compress_rag.strict import as_int, as_seconds
 
 
 class SoftContextStore(ProcessBound):
@@ -102,9 +102,9 @@ class SoftContextStore(ProcessBound):
         self.bundle = bundle
         self.scope = check_scope(scope)
         if ratio is not None:
-            ratio = whole("ratio", ratio)
+            ratio = as_int("ratio", ratio)
             bundle.check_ratio(ratio)
-        timeouts = seconds("lock_timeout", lock_timeout), seconds("read_timeout", read_timeout)
+        timeouts = as_seconds("lock_timeout", lock_timeout), as_seconds("read_timeout", read_timeout)
         connection = connect(location, collection)
         signer = Signer(key, connection.path, remote=connection.remote)
         self._collection = SoftContextCollection(connection, bundle, signer, codec, ratio, *timeouts)
@@ -319,7 +319,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             RatioError: the ratio cannot be made from what is stored.
         """
-        return self.bundle.compressor.merge_factor(whole("ratio", ratio), self.base_ratio)
+        return self.bundle.compressor.merge_factor(as_int("ratio", ratio), self.base_ratio)
 
     # Markers
 

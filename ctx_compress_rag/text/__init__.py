@@ -1,1 +1,1 @@
-"""Prompts, tokens, sentences and the sentence encoder."""
+"""Tokens, sentences, chat formats, quotations, scores of answers."""

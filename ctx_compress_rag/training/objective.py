@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized
-from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.training.prompts import PromptBuilder
 
 
@@ -28,7 +28,7 @@ class PromptBatch:
         passages: for each prompt, which passage of the batch fills each hole.
     """
 
-    prompts: list[HoledPrompt]
+    prompts: list[PromptTemplate]
     passages: list[list[int]]
 
     def only(self, numbers: Sequence[int]) -> PromptBatch:
@@ -119,7 +119,7 @@ class SlotObjective(nn.Module, ABC):
         """Draw `count` of the step's ratios for an example."""
         return random.Random(f"{self.seed}:{self.step}:{example}").sample(list(self.ratios), count)
 
-    def drawn(self, prompts: Sequence[HoledPrompt]) -> dict[int, list[int]]:
+    def drawn(self, prompts: Sequence[PromptTemplate]) -> dict[int, list[int]]:
         """For each of the step's ratios, the indices of the prompts that train it; ratios without any are left out."""
         if self.sample is None or self.sample >= len(self.ratios):
             return {ratio: list(range(len(prompts))) for ratio in self.ratios}
@@ -135,7 +135,7 @@ class SlotObjective(nn.Module, ABC):
         embedded = {
             p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype) for own in batch.passages for p in own
         }
-        return [p.filled([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
+        return [p.fill([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
 
     def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
         """Logits that predict the answer tokens from slots, and the ids of these tokens.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.text.chat import PromptTokenizer, answer_ids, chat_text
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -103,9 +103,9 @@ class PromptBuilder:
         """The example with its passages (or `passages` instead) as text."""
         context = PASSAGE_SEPARATOR.join(example.passages if passages is None else passages)
         first, *later = self._turn_texts(example, template, context)
-        return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).filled([])
+        return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).fill([])
 
-    def holed_prompt(self, example: Example, template: str, context: str | None = None) -> HoledPrompt:
+    def holed_prompt(self, example: Example, template: str, context: str | None = None) -> PromptTemplate:
         """The example with a hole for each passage, or with `context`, text with a `HOLE` for each run of slots."""
         if context is None:
             context = self.separator.join([self.HOLE] * len(example.passages))
@@ -113,12 +113,12 @@ class PromptBuilder:
         parts = (first + self.answer_prefix).split(self.HOLE)
         return self._with_answers(example, self._prompt_tokenizer.encode(parts), later)
 
-    def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> HoledPrompt:
+    def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> PromptTemplate:
         """All turns, from the tokens around the holes before the first answer and the texts before the others."""
         *before, last = first
         texts = [last, *(self._prompt_tokenizer.encode([text])[0] for text in later)]
         answers = [self._answer_ids(turn.answers[0]) for turn in example.turns]
         end = [part for pair in zip(texts, answers, strict=True) for part in pair]
         flags = [torch.full(part.shape, bool(place % 2)) for place, part in enumerate(end)]
-        holed = HoledPrompt.without_answers(before)
-        return HoledPrompt((*holed.ids, torch.cat(end)), (*holed.answers, torch.cat(flags)))
+        holed = PromptTemplate.without_answers(before)
+        return PromptTemplate((*holed.ids, torch.cat(end)), (*holed.answers, torch.cat(flags)))

@@ -22,8 +22,8 @@ from benchmarks.world import BUNDLE
 from benchmarks.world.world import World
 from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.evaluation.statistics import standard_error
+from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.answers import token_f1
-from ctx_compress_rag.text.passage_vectors import load_minilm
 from langchain_ctx_compress import ChatCompressedContext
 
 WORLDS, QUESTIONS_PER_WORLD = 5, 6

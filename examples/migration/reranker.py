@@ -13,7 +13,7 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from ctx_compress_rag.evaluation.baselines import rank_sentences
-from ctx_compress_rag.text.passage_vectors import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_minilm
 from langchain_ctx_compress import CompressedContextPostprocessor
 from migration.app import App, answering, compare, make_app
 

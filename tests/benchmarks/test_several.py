@@ -14,8 +14,8 @@ from benchmarks.scoring.confidence import Sure, best_threshold
 from benchmarks.several import losses
 from benchmarks.several.neighbors import NEAREST, among_neighbors
 from benchmarks.world.world import world_examples
+from ctx_compress_rag.models.sentence_embedding import passage_vectors
 from ctx_compress_rag.text.answers import mentions_answer
-from ctx_compress_rag.text.passage_vectors import passage_vectors
 from ctx_compress_rag.training.prompts import PromptBuilder
 from helpers.models import draw_lora, tiny_llama
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.text.passage_vectors import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_minilm
 from helpers.sentences import unigram
 
 PASSAGES = [

@@ -15,9 +15,9 @@ from ctx_compress_rag.evaluation.answering import BUDGETED, FULL, NONE, SOFT, TR
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import token_f1
-from ctx_compress_rag.text.passage_vectors import load_minilm
 from ctx_compress_rag.text.templates import TEMPLATES, messages
 from helpers.ram import plain_ids
 

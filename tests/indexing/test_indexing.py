@@ -22,7 +22,7 @@ from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import Input, open_input
-from ctx_compress_rag.text.passage_vectors import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_minilm
 from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 

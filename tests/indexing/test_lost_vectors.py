@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ctx_compress_rag.indexing.index import COLLECTION, PassageIndex, make_passage
+from ctx_compress_rag.models.sentence_embedding import PACKAGED, passage_vectors
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.text.passage_vectors import PACKAGED, passage_vectors
 from helpers.store import WordBundle, passage
 
 QUICK: Any = {"hnsw": {"space": "cosine", "sync_threshold": 100, "batch_size": 100}}

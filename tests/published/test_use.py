@@ -155,5 +155,5 @@ def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) ->
     with SoftContextStore(tmp_path, bundle) as store:
         chat = prompt_of(config.template, mark(store, texts), TEXTS["question"])
         [prompt] = TransformersDecoder(bundle, store).prepare([chat])
-    trained = holed.filled([bundle.embed(soft) for soft in bundle.compress(texts)])
+    trained = holed.fill([bundle.embed(soft) for soft in bundle.compress(texts)])
     assert torch.equal(trained.ids()[~trained.answers], prompt.ids())

@@ -16,7 +16,7 @@ from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
 from ctx_compress_rag.methods.arcaligner.recursion import Recursion, named, states_of
 from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, twin
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.base.part import Borrowed
+from ctx_compress_rag.methods.base.part import UnregisteredModule
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
@@ -82,8 +82,8 @@ class ArcAlignerReader(Reader):
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
         trunk.forward = partial(self._forward, trunk, trunk.forward)
-        self._twin = Borrowed(model)
-        self._layers = Borrowed(list(layers))
+        self._twin = UnregisteredModule(model)
+        self._layers = UnregisteredModule(list(layers))
         gated = range(len(layers)) if config.gated_layers == "all" else config.gated_layers
         if not set(gated) <= set(range(len(layers))):
             raise ConfigError(f"gated_layers {sorted(gated)}: the decoder has layers 0 to {len(layers) - 1}")

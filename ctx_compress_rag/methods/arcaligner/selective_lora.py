@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner.config import SelectiveLoraConfig
-from ctx_compress_rag.methods.base.part import Borrowed, linear_layers
+from ctx_compress_rag.methods.base.part import UnregisteredModule, linear_layers
 
 
 class SlotPlaces:
@@ -90,7 +90,7 @@ class SelectiveLora(nn.Module):
                 f"{type(layer).__name__} has no nn.Linear to adapt: this decoder cannot take selective LoRA"
             )
         self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
-        self._linears = Borrowed(list(linears.values()))
+        self._linears = UnregisteredModule(list(linears.values()))
         self.slots: SlotPlaces | None = None
 
     @contextmanager

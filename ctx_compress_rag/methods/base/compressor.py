@@ -78,7 +78,7 @@ class Compressor(Part, Reading):
     side = "compressor"
     dim: int
 
-    def located(self, folder: Path) -> None:
+    def bundle_folder_known(self, folder: Path) -> None:
         """Told the bundle's folder after loading, for files of its own there."""
 
     def save_files(self, folder: Path) -> None:

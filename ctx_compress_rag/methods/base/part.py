@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Borrowed(Generic[T]):
+class UnregisteredModule(Generic[T]):
     """Another module's modules: nn.Module does not look in here, so their weights do not count as the holder's."""
 
     value: T

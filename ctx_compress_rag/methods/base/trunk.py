@@ -12,7 +12,7 @@ from torch import nn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import Compressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import Borrowed, linear_layers, train_copy
+from ctx_compress_rag.methods.base.part import UnregisteredModule, linear_layers, train_copy
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 
 
@@ -37,7 +37,7 @@ class TrunkCompressor(Compressor):
         model = backbone.copy_model() if tune.mode == "full" else backbone.model
         trunk: nn.Module = model.base_model
         kept = None if layers is None else _layers(trunk, model.config, layers)
-        self._trunk = Borrowed(trunk if kept is None else _with_layers(trunk, kept))
+        self._trunk = UnregisteredModule(trunk if kept is None else _with_layers(trunk, kept))
         self.encoder = self._trunk.value if tune.mode == "full" else None
         if tune.mode == "lora":
             backbone.add_adapter(self.side, lora_config(tune) if kept is None else _lora_of_layers(tune, kept))

@@ -45,7 +45,7 @@ class OwnEncoderCompressor(Compressor):
         """
         self.config.check_ratios(stored, [ratio])
 
-    def located(self, folder: Path) -> None:
+    def bundle_folder_known(self, folder: Path) -> None:
         self.encoder.folder = folder
 
     def save_files(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.text.passage_vectors import PACKAGED, load_minilm
+from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_minilm
 from ctx_compress_rag.text.tokenizing import text_parts
 
 if TYPE_CHECKING:

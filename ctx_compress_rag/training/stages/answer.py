@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import Tokenized
-from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import ExampleCollator, PassageTable, PromptBatch, SlotObjective
 from ctx_compress_rag.training.prompts import draw_template
@@ -90,7 +90,7 @@ class AnswerCollator(ExampleCollator):
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         table = PassageTable()
-        prompts: list[HoledPrompt] = []
+        prompts: list[PromptTemplate] = []
         text_prompts: list[Prompt] = []
         places: list[list[int]] = []
         for example in examples:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.methods.base.compressor import Tokenized
-from ctx_compress_rag.prompt import HoledPrompt, Prompt
+from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
 from ctx_compress_rag.training.recipe import register
@@ -157,7 +157,7 @@ class DistillationCollator(AnswerCollator):
         repeats = [self._repeat(texts[place]) for place in repeated]
         return batch | {"repeats": PromptBatch(repeats, [[place] for place in repeated])}
 
-    def _repeat(self, text: str) -> HoledPrompt:
+    def _repeat(self, text: str) -> PromptTemplate:
         return self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.prompt import HoledPrompt
+from ctx_compress_rag.prompt import PromptTemplate
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from ctx_compress_rag.training.objective import PassageTable, PromptBatch
@@ -59,12 +59,12 @@ class NextTokenCollator:
         bos = bos_id(self.tokenizer)
         before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
         table = PassageTable()
-        prompts: list[HoledPrompt] = []
+        prompts: list[PromptTemplate] = []
         places: list[list[int]] = []
         for example in examples:
             context, continuation = self._cut(PASSAGE_SEPARATOR.join(example.passages))
             masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
-            prompts.append(HoledPrompt((before, continuation), masks))
+            prompts.append(PromptTemplate((before, continuation), masks))
             places.append([table.place(self.tokenizer.decode(context), context)])
         return {"passages": table.passages, "prompts": PromptBatch(prompts, places)}
 

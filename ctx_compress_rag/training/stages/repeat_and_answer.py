@@ -223,7 +223,7 @@ class _Filling:
     def _prompt(self, example: Example, template: str, passages: Sequence[Tensor], ratio: int) -> Prompt:
         """The prompt with positions for its slots, which the loss makes."""
         slots = [torch.empty(-(-len(ids) // ratio), 0) for ids in passages]
-        return self.data.builder.holed_prompt(example, template).filled(slots)
+        return self.data.builder.holed_prompt(example, template).fill(slots)
 
     def _place(
         self, prompt: Prompt, passages: Sequence[Tensor], ratio: int, kind: int, encoded_at: int | None = None
