@@ -39,7 +39,7 @@ def eval_(
         list[str] | None,
         typer.Option(metavar="NAME...", help="Sets (file names without suffix) like the training data."),
     ] = None,
-    extractive: Extractive = False,
+    extractive: Extractive = None,
     card: Annotated[bool, typer.Option("--card", help="Also write F1 into BUNDLE's model card.")] = False,
     output: Output = "ctx-compress-eval",
 ) -> None:

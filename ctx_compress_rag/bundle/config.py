@@ -48,6 +48,8 @@ class BundleConfig(Strict):
         reads: one line about the texts it is meant for.
         template: the prompt template that it was trained with, see `text.templates`.
         answer_tokens: tokens of the longest answer that it was trained on.
+        extractive: whether it answers best by quoting (`Sampling.extractive`), which is then the default of commands
+            and LLM classes.
         decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if it has a commit on the hub, or
             its own SHA-256.
         separator: what stands between two passages in a prompt.
@@ -68,6 +70,7 @@ class BundleConfig(Strict):
     reads: str = "general text"
     template: str = TEMPLATES[0]
     answer_tokens: int = Field(default=64, gt=0)
+    extractive: bool = False
     decoder_digest: str = ""
     separator: str = PASSAGE_SEPARATOR
     answer_prefix: str = ""

@@ -38,7 +38,7 @@ def ask(
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     template: shared.Template = None,
     max_tokens: shared.AnswerTokens = None,
-    extractive: shared.Extractive = False,
+    extractive: shared.Extractive = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     server: shared.Server = None,
@@ -81,6 +81,8 @@ def ask(
             if server is None
             else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
         )
+        if extractive is None:
+            extractive = config.extractive and server is None  # a server cannot quote
         sampling = Sampling(max_tokens or config.answer_tokens, extractive=extractive)
         begun = False
         for piece in decoder.stream(prompt, sampling):

@@ -39,7 +39,7 @@ def eval_(
     ] = False,
     template: shared.Template = None,
     max_tokens: shared.AnswerTokens = None,
-    extractive: shared.Extractive = False,
+    extractive: shared.Extractive = None,
     batch_size: shared.BatchSize = 16,
     device: shared.Device = None,
     dtype: shared.Dtype = None,

@@ -41,7 +41,14 @@ AnswerTokens = Annotated[
         help="Longest answer, in tokens.  [default: the bundle's; if it has none, 512 in ask and 32 in eval]",
     ),
 ]
-Extractive = Annotated[bool, typer.Option("--extractive", help="Answers quote the passages word for word.")]
+Extractive = Annotated[
+    bool | None,
+    typer.Option(
+        "--extractive/--free",
+        help="Answers quote the passages word for word, or are free.  [default: as the bundle answers best]",
+        show_default=False,
+    ),
+]
 BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.")]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first available]")]
 Dtype = Annotated[

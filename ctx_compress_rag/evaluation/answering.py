@@ -57,7 +57,8 @@ class Asking(TypedDict, total=False):
         codec: how slots are stored; None takes the store's default.
         template: the prompt, see `text.templates`; None takes the bundle's.
         max_new_tokens: longest answer; None takes the bundle's, or 32.
-        extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`).
+        extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`);
+            None takes the bundle's.
         batch_size: questions per forward pass.
     """
 
@@ -66,7 +67,7 @@ class Asking(TypedDict, total=False):
     codec: str | None
     template: str | None
     max_new_tokens: int | None
-    extractive: bool
+    extractive: bool | None
     batch_size: int
 
 
@@ -87,7 +88,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
         "questions_sha256": digest(questions),
         "template": asking.get("template") or bundle.config.template,
         "max_new_tokens": asking.get("max_new_tokens") or bundle.config.answer_tokens,
-        "extractive": asking.get("extractive", False),
+        "extractive": bundle.config.extractive if (quoted := asking.get("extractive")) is None else quoted,
         "codec": asking.get("codec") or DEFAULT_CODEC,
     }
 

@@ -109,7 +109,7 @@ def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
         return Bundle(BundleConfig(**settings), made.backbone, made.compressor, made.reader).fingerprint
 
     original = fingerprint()
-    assert fingerprint(name="other", reads="recipes") == original
+    assert fingerprint(name="other", reads="recipes", extractive=True) == original
     method = made.config.method.model_dump()
     changes: list[dict[str, Any]] = [
         {"base_ratio": 8, "ratios": [8, 16]},
