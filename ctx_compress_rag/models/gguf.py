@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from pydantic import Field, model_validator
+from safetensors import SafetensorError
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.models.identity import sha256
-from ctx_compress_rag.models.transformers_internals import quick_gguf
 from ctx_compress_rag.strict import Strict
+
+logger = logging.getLogger(__name__)
 
 _MAGIC = b"GGUF"
 
@@ -91,28 +96,44 @@ def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
 def load_gguf(file: Path) -> tuple[Any, Any]:
     """The causal LM of a GGUF file, unpacked to float32, and its tokenizer.
 
-    The result is an ordinary model: it can be trained, take adapters and be saved.
+    The result is an ordinary model: it can be trained, take adapters and be saved. transformers unpacks slowly, so the
+    result is kept in the hub's cache of assets (4 bytes a weight), for each version of transformers.
 
     Raises:
         MissingExtraError: a package that reads GGUF is not installed.
         Exception: whatever transformers raises on a file that it cannot read.
     """
+    import transformers
+    from huggingface_hub import cached_assets_path
+
+    kept = Path(cached_assets_path("ctx_compress_rag", "gguf"), f"{sha256(file)}-{transformers.__version__}")
+    if kept.is_dir():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32, use_safetensors=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
+    else:
+        model, tokenizer = _unpack(file)
+        _keep(model, tokenizer, kept)
+    # Adapters record the decoder's name; the folder is only this machine's.
+    model.name_or_path = model.config.name_or_path = file.name
+    return model, tokenizer
+
+
+def _unpack(file: Path) -> tuple[Any, Any]:
     with needs("gguf"):
         for package in ("accelerate", "gguf"):
             importlib.import_module(package)
-    import torch
     import transformers
 
+    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    # Each of these would parse the file once more for the config.
+    where["config"] = transformers.AutoConfig.from_pretrained(**where)
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
         # Newer transformers keeps weights packed if it has kernels for them; packed weights cannot be trained.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with quick_gguf():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        # In float32: other precisions unpack more slowly and would also round rotary frequencies.
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, **options
-        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    # In float32: other precisions unpack more slowly and would also round rotary frequencies.
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, **options)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         # With it, `save_pretrained` would refuse, and peft would treat the weights as packed.
         quantizer.remove_quantization_config(model)
@@ -120,9 +141,20 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
         # Some versions (5.17) give the tokenizer of such a file its start token as the end token, and no padding.
         if (number := getattr(model.config, f"{name}_id", None)) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
-    # Adapters record the decoder's name; the folder is only this machine's.
-    model.name_or_path = model.config.name_or_path = file.name
     return model, tokenizer
+
+
+def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save an unpacked decoder, whole or not at all."""
+    try:
+        with TemporaryDirectory(dir=folder.parent) as part:
+            model.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            Path(part).rename(folder)
+            Path(part).mkdir()  # for TemporaryDirectory to remove
+    except (OSError, SafetensorError) as error:
+        if not folder.is_dir():  # else another process was faster
+            logger.warning("%s will be unpacked again at the next start: cannot keep it (%s)", folder.name, error)
 
 
 def _in_package(package: str, file: str) -> Path:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_loading_gguf = threading.Lock()
 _KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
 
 
@@ -64,43 +57,3 @@ def left_padded(x: Tensor, length: int, dim: int) -> Tensor:
     shape = [*x.shape]
     shape[dim] = missing
     return torch.cat([x.new_zeros(shape), x], dim)
-
-
-@contextmanager
-def quick_gguf() -> Iterator[None]:
-    """Load a GGUF file in a sixth of the time, and without a progress bar; one thread at a time.
-
-    transformers parses the file three times and lists all tensors' names for every module. It offers no way to pass a
-    parsed file, and no switch for the bar that it shows while unpacking: its names are replaced for the time.
-    """
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
-    from transformers.utils import logging
-
-    gguf: Any = importlib.import_module("gguf")
-    unpacking: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Slices a plain array, which costs less than slicing a memmap."""
-
-        @property
-        def data(self) -> Any:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._data = np.asarray(mapped)
-
-    with _loading_gguf:
-        kept = gguf.GGUFReader, gguf.get_tensor_name_map, unpacking.tqdm
-        shown, of_hub = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-        logging.disable_progress_bar()
-        gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(kept[1])
-        unpacking.tqdm = partial(kept[2], disable=True)
-        try:
-            yield
-        finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map, unpacking.tqdm = kept
-            if shown:
-                logging.enable_progress_bar()
-                if not of_hub:
-                    disable_progress_bars()

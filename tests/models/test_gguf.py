@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import shutil
@@ -14,13 +15,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, MissingExtraError
 from ctx_compress_rag.models import gguf as gguf_module
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.models.identity import digest_in_memory, sha256
 from ctx_compress_rag.models.loading import load_decoder
 from helpers.gguf import write_gguf
 from helpers.models import tiny_config, tiny_llama
@@ -45,6 +47,13 @@ def written(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tu
         torch.nn.init.normal_(parameter, std=0.5)
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     return file, write_gguf(model, tiny_tokenizer, file)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where unpacked decoders are kept."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", tmp_path / "assets")
+    return tmp_path / "assets"
 
 
 @pytest.fixture
@@ -103,18 +112,32 @@ def test_in_bfloat16_weights_are_rounded_and_positions_are_not(written: tuple[Pa
         assert torch.equal(mine, theirs)
 
 
-def test_loading_shows_no_bars_and_leaves_them_as_they_were(
-    written: tuple[Path, Any], capfd: pytest.CaptureFixture[str]
+def test_it_is_unpacked_once_and_kept_whole(
+    written: tuple[Path, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub.utils import are_progress_bars_disabled
-    from transformers import modeling_gguf_pytorch_utils as unpacking
-    from transformers.utils import logging as transformers_logging
+    first, tokenizer = load_decoder(local(written[0]), device="cpu")
+    with monkeypatch.context() as without_reader:
+        without_reader.setitem(sys.modules, "gguf", None)
+        second, again = load_decoder(local(written[0]), device="cpu")
+    assert first.config.to_dict() == second.config.to_dict()
+    assert first.generation_config.to_dict() == second.generation_config.to_dict()
+    assert tokenizer.backend_tokenizer.to_str() == again.backend_tokenizer.to_str()
+    assert digest_in_memory(first, tokenizer) == digest_in_memory(second, again)
+    for mine, theirs in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert len(list(cache.rglob("model.safetensors"))) == len(list(cache.glob("*/*/*/*"))) == 1
 
-    before = unpacking.tqdm, transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled()
-    load_decoder(local(written[0]), device="cpu")
-    assert "it/s" not in capfd.readouterr().err
-    after = unpacking.tqdm, transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled()
-    assert after == before
+
+def test_a_full_disk_only_costs_time(
+    written: tuple[Path, Any], cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
+    model, _ = load_decoder(local(written[0]), device="cpu")
+    torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
+    assert "No space left" in caplog.text and not list(cache.glob("*/*/*/*"))
 
 
 @pytest.mark.slow
