@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from ctx_compress_rag.bundle.files import (
     TEACHER,
     WEIGHTS_FILE,
     check_files,
+    check_unchanged,
     decoder_tensors,
     find_bundle,
     read_adapter,
     read_config,
     read_report,
     read_tensors,
+    stamps,
 )
 from ctx_compress_rag.bundle.identity import decoder_digest, fingerprint
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
@@ -40,7 +43,7 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
-from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.models.loading import open_decoder
 from ctx_compress_rag.soft_context import SoftContext, check_window
 from ctx_compress_rag.strict import as_int, explain
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -90,7 +93,9 @@ class Bundle(PlainDecoder):
         attn_implementation: str | None = None,
         quantization_config: Any = None,
     ) -> Bundle:
-        """Load a bundle from a folder, by shipped name (`smollm2-135m`), or from the hub.
+        """Open a bundle from a folder, by shipped name (`smollm2-135m`), or from the hub.
+
+        The decoder's weights are loaded when something needs them: compressing, answering with transformers, training.
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
@@ -119,7 +124,7 @@ class Bundle(PlainDecoder):
             except ValidationError as error:
                 raise ConfigError(f"the bundle {str(name_or_path)!r} with changes: {explain(error)}") from None
         shipped = folder / DECODER_FOLDER
-        model, tokenizer = load_decoder(
+        model, tokenizer = open_decoder(
             shipped if config.decoder is None else config.decoder,
             config.revision,
             device=device,
@@ -131,25 +136,30 @@ class Bundle(PlainDecoder):
         )
         tokenizer.chat_template = config.chat_template or tokenizer.chat_template
         teacher = folder / TEACHER
-        bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
+        # These options concern the weights: an impossible one shows only as they are loaded.
+        at_once = device_map is not None or attn_implementation is not None or quantization_config is not None
+        backbone = Backbone(model.load() if at_once else model, tokenizer)
+        bundle = cls.build(config, backbone, teacher if teacher.exists() else None)
         bundle.compressor.bundle_folder_known(folder)
+        backbone.when_loaded(partial(check_unchanged, folder, stamps(folder)))
         stored: dict[str, Mapping[str, Tensor]] = {}
         for part, module in bundle.parts.items():
             stored[part] = own = read_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(own)
-            if part in bundle.backbone.adapters:
-                stored[f"{part} adapter"] = adapter = read_adapter(folder / part)
-                bundle.backbone.load_adapter_state(part, adapter)
+            if part in backbone.adapters:
+                stored[f"{part} adapter"] = read_adapter(folder / part)
+                backbone.when_loaded(partial(load_adapter, backbone, part, folder / part))
         if config.decoder is None:
             stored[DECODER_FOLDER] = decoder_tensors(shipped)
-        decoder = decoder_digest(config, bundle.backbone, shipped)
+
+        decoder = decoder_digest(config, backbone, shipped)
         if decoder != config.decoder_digest:
             raise BundleError(
                 f"{config.decoder_name or shipped} is not the decoder of bundle {str(name_or_path)!r}: its "
                 "config, tokenizer or weights changed after training. Restore its files"
             )
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
-        bundle._fingerprint = fingerprint(config, bundle.backbone.commit, decoder, stored)
+        bundle._fingerprint = fingerprint(config, backbone.commit, decoder, stored)
         bundle.report = read_report(folder / REPORT_FILE)
         if bundle.backbone.quantized:
             logger.warning(
@@ -315,7 +325,7 @@ class Bundle(PlainDecoder):
         """
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
-        return embedded.to(self.backbone.embeddings.weight.dtype)
+        return embedded.to(self.backbone.dtype)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
         """A context manager that locks the decoder for this thread, set up to read soft contexts.
@@ -326,22 +336,32 @@ class Bundle(PlainDecoder):
         return self.reader.decoder(slot_mask)
 
 
+def load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
+    """Load an adapter's weights; raises BundleError if they are damaged or do not fit."""
+    backbone.load_adapter_state(name, read_adapter(folder))
+
+
 def add_teacher(backbone: Backbone, folder: Path) -> None:
     """Add a peft adapter folder to a decoder as its full-text teacher.
 
     Raises:
         BundleError: the folder is not a peft adapter, or does not fit the decoder.
     """
-    from peft import LoraConfig
-
     if not (folder / ADAPTER_CONFIG_FILE).exists():
         raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
-    config, state = LoraConfig.from_pretrained(str(folder)), read_adapter(folder)
-    try:
-        backbone.add_adapter(TEACHER, config)
-        backbone.load_adapter_state(TEACHER, state)
-    except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
-        decoder = type(backbone.model).__name__
-        raise BundleError(
-            f"the teacher {str(folder)!r} does not fit the decoder, a {decoder} ({error}): give one trained on it"
-        ) from error
+    read_adapter(folder)  # a damaged one shows at once
+
+    def add() -> None:
+        from peft import LoraConfig
+
+        try:
+            backbone.add_adapter(TEACHER, lambda: LoraConfig.from_pretrained(str(folder)))
+            load_adapter(backbone, TEACHER, folder)
+        except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
+            decoder = type(backbone.model).__name__
+            raise BundleError(
+                f"the teacher {str(folder)!r} does not fit the decoder, a {decoder} ({error}): give one trained on it"
+            ) from error
+
+    backbone.adapters.add(TEACHER)
+    backbone.when_loaded(add)

@@ -113,6 +113,18 @@ def _check_file(path: Path) -> None:
         raise BundleError(f"{path} has {status.st_size} bytes, more than {largest}: fetch or make the bundle again")
 
 
+def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """The size and modification time of a bundle's weight files."""
+    files = {path: path.stat() for path in folder.glob("*/*.safetensors")}
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in files.items()}
+
+
+def check_unchanged(folder: Path, before: Mapping[Path, tuple[int, int]]) -> None:
+    """Refuse to load weights that are no longer those of the fingerprint; raises BundleError."""
+    if stamps(folder) != before:
+        raise BundleError(f"the weights in {folder} changed after the bundle was opened: open it again")
+
+
 def check_free(folder: Path) -> None:
     """Refuse to overwrite files that are not a bundle's.
 

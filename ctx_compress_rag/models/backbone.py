@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.fair_lock import FairLock
-from ctx_compress_rag.models.loading import weights_as
+from ctx_compress_rag.models.loading import UnloadedModel, weights_as
 from ctx_compress_rag.models.transformers_internals import commit
 
 PEFT_PREFIX = "base_model.model."
@@ -28,40 +28,92 @@ def name_without_peft(name: str) -> str:
 class Backbone:
     """A decoder and its adapters. One thread at a time runs it, with the adapter that the thread chose.
 
+    Args:
+        model: the transformers causal LM, or one that is loaded when something first needs it.
+        tokenizer: its tokenizer.
+
     Attributes:
-        model: the transformers causal LM. Its own weights are frozen.
         tokenizer: its tokenizer.
         adapters: names of the adapters.
         lock: held by the thread that is inside `use`: a worker that it waits for would never get the model.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model = model.requires_grad_(False)
+        self._model = model if isinstance(model, UnloadedModel) else model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.lock = FairLock()
         self.adapters: set[str] = set()
+        self._when_loaded: list[Callable[[], None]] = []
         self._trained: set[str] = set()
         self._active: str | None = None
 
     @property
+    def loaded(self) -> bool:
+        """Whether the model is in memory."""
+        return not isinstance(self._model, UnloadedModel)
+
+    @property
+    def model(self) -> Any:
+        """The transformers causal LM, its own weights frozen; loaded now if it is not in memory.
+
+        Raises:
+            BundleError: it, or one of its adapters, cannot be loaded.
+        """
+        if not self.loaded:
+            with self.lock, torch.inference_mode(False):  # the caller's mode must not make its weights untrainable
+                unloaded = self._model
+                if isinstance(unloaded, UnloadedModel):
+                    self._model = unloaded.load().requires_grad_(False)
+                    try:
+                        for change in self._when_loaded:
+                            change()
+                    except BaseException:
+                        self._model = unloaded
+                        raise
+                    self._when_loaded.clear()
+        return self._model
+
+    def when_loaded(self, change: Callable[[], None]) -> None:
+        """Change the model: now if it is in memory, else as soon as it is."""
+        if self.loaded:
+            change()
+        else:
+            self._when_loaded.append(change)
+
+    @property
+    def config(self) -> Any:
+        """The model's transformers config."""
+        return self._model.config
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's own settings for generation."""
+        return self._model.generation_config
+
+    @property
     def device(self) -> torch.device:
         """The model's device."""
-        return torch.device(self.model.device)
+        return torch.device(self._model.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's embeddings."""
+        return self._model.dtype if not self.loaded else self.embeddings.weight.dtype
 
     @property
     def commit(self) -> str:
         """The commit on the hub that the model was loaded from, or ""."""
-        return commit(self.model)
+        return commit(self.config)
 
     @property
     def dim(self) -> int:
         """Width of the decoder's embeddings."""
-        return int(self.embeddings.weight.shape[1])
+        return int(self.embeddings.weight.shape[1] if self.loaded else self.config.get_text_config().hidden_size)
 
     @property
     def window(self) -> int | None:
         """Most positions of prompt and answer together; None if the model has no limit."""
-        window: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        window: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return window
 
     @property
@@ -82,15 +134,18 @@ class Backbone:
         model.tie_weights()
         return model.eval().requires_grad_(False)
 
-    def add_adapter(self, name: str, config: Any) -> None:
-        """Add LoRA adapter `name` (`config` is a peft LoraConfig), frozen and inactive."""
+    def add_adapter(self, name: str, config: Callable[[], Any]) -> None:
+        """Add LoRA adapter `name`, frozen and inactive; `config` makes its peft LoraConfig."""
+        self.adapters.add(name)
+        self.when_loaded(lambda: self._inject(name, config()))
+
+    def _inject(self, name: str, config: Any) -> None:
         from peft import inject_adapter_in_model
 
         with warnings.catch_warnings():
             # peft advises against a second adapter on one model; having several is the point here.
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             inject_adapter_in_model(config, self.model, adapter_name=name)
-        self.adapters.add(name)
         self.model.requires_grad_(False)
         self.model.eval()
         self._activate(self._active)
@@ -111,10 +166,11 @@ class Backbone:
         if adapter is not None and adapter not in self.adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self.adapters)}")
         with self.lock:
+            model = self.model
             previous = self._active
             self._activate(adapter)
             try:
-                yield self.model
+                yield model
             finally:
                 self._activate(previous)
 
@@ -145,7 +201,7 @@ class Backbone:
     @property
     def quantized(self) -> bool:
         """Whether the decoder's weights are quantized by a `quantization_config`."""
-        return getattr(self.model, "hf_quantizer", None) is not None
+        return getattr(self._model, "hf_quantizer", None) is not None
 
     def own_state(self) -> dict[str, Tensor]:
         """The decoder's own weights by transformers' names, each once, without adapters.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -93,11 +94,11 @@ def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
     return decoder.model_copy(update={"sha256": sha256(gguf_file(decoder, revision))})
 
 
-def load_gguf(file: Path) -> tuple[Any, Any]:
-    """The causal LM of a GGUF file, unpacked to float32, and its tokenizer.
+def open_gguf(file: Path) -> tuple[Any, Any, Callable[[], Any]]:
+    """The decoder of a GGUF file: its transformers config, its tokenizer, and what loads its causal LM in float32.
 
-    The result is an ordinary model: it can be trained, take adapters and be saved. transformers unpacks slowly, so the
-    result is kept in the hub's cache of assets (4 bytes a weight), for each version of transformers.
+    The causal LM is an ordinary model: it can be trained, take adapters and be saved. transformers unpacks slowly, so
+    the result is kept in the hub's cache of assets (4 bytes a weight), for each version of transformers.
 
     Raises:
         MissingExtraError: a package that reads GGUF is not installed.
@@ -107,15 +108,25 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
     from huggingface_hub import cached_assets_path
 
     kept = Path(cached_assets_path("ctx_compress_rag", "gguf"), f"{sha256(file)}-{transformers.__version__}")
+    unpacked: Any = None
     if kept.is_dir():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32, use_safetensors=True)
+        config = transformers.AutoConfig.from_pretrained(kept)
         tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
     else:
-        model, tokenizer = _unpack(file)
-        _keep(model, tokenizer, kept)
+        unpacked, tokenizer = _unpack(file)
+        _keep(unpacked, tokenizer, kept)
+        config = unpacked.config
+
+    def load() -> Any:
+        model: Any = unpacked
+        if model is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32, use_safetensors=True)
+        model.name_or_path = model.config.name_or_path = file.name
+        return model
+
     # Adapters record the decoder's name; the folder is only this machine's.
-    model.name_or_path = model.config.name_or_path = file.name
-    return model, tokenizer
+    config.name_or_path = file.name
+    return config, tokenizer, load
 
 
 def _unpack(file: Path) -> tuple[Any, Any]:

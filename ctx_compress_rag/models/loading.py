@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,32 @@ import torch
 from safetensors.torch import load_file
 
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
-from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, load_gguf
+from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, open_gguf
 from ctx_compress_rag.models.int8 import from_int8
+from ctx_compress_rag.models.transformers_internals import commit
 
 logger = logging.getLogger(__name__)
 
 INT8_FILE = "model.int8.safetensors"
+
+
+@dataclass(frozen=True)
+class UnloadedModel:
+    """A causal LM that is not in memory.
+
+    Attributes:
+        config: its transformers config.
+        generation_config: its own settings for generation.
+        device: where it will be.
+        dtype: its weights'.
+        load: loads it in eval mode, its parameters frozen; raises BundleError.
+    """
+
+    config: Any
+    generation_config: Any
+    device: torch.device
+    dtype: torch.dtype
+    load: Callable[[], Any]
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
@@ -37,7 +60,7 @@ def choose_device(device: str | torch.device | None = None) -> tuple[torch.devic
     return chosen, dtype
 
 
-def load_decoder(
+def open_decoder(
     name: str | Path | GgufDecoder,
     revision: str | None = None,
     device: str | torch.device | None = None,
@@ -47,8 +70,8 @@ def load_decoder(
     device_map: str | Mapping[str, Any] | None = None,
     attn_implementation: str | None = None,
     quantization_config: Any = None,
-) -> tuple[Any, Any]:
-    """Load a causal LM and its tokenizer from a folder or the hub: only safetensors or GGUF, never pickle or code.
+) -> tuple[UnloadedModel, Any]:
+    """Open a causal LM and its tokenizer in a folder or on the hub: only safetensors or GGUF, never pickle or code.
 
     Args:
         name: a folder, a hub id or a GGUF file.
@@ -60,7 +83,7 @@ def load_decoder(
         attn_implementation: transformers' name, such as "sdpa" or "eager"; None lets transformers choose.
         quantization_config: any of transformers' configs (`BitsAndBytesConfig`, `TorchAoConfig`, ...).
 
-    Returns: the model in eval mode with frozen parameters, and the tokenizer, padding on the left.
+    Returns: the model, not yet loaded, and the tokenizer, padding on the left.
 
     Raises:
         ConfigError: the device is not available, weights cannot have the dtype, or both `device` and `device_map`
@@ -76,26 +99,55 @@ def load_decoder(
     placed = {key: value for key, value in placed.items() if value is not None}
     if quantization_config is not None:
         placed.setdefault("device_map", {"": chosen})  # weights are quantized on their final device
-    try:
+    with _errors_named(name):
         if isinstance(name, GgufDecoder):
-            model, tokenizer = load_gguf(gguf_file(name, revision))
-            model = _placed(weights_as(model, weights), placed)
+            config, tokenizer, unpack = open_gguf(gguf_file(name, revision))
+            settings, load = _settings(config), lambda: _placed(weights_as(unpack(), weights), placed)
         else:
-            model, tokenizer = _from_folder(name, revision, subfolder or "", weights, placed)
-        if attn_implementation is not None:
-            model.set_attn_implementation(attn_implementation)
-    except CtxCompressError:
-        raise
-    except Exception as error:  # transformers raises many kinds: OSError, ValueError, SafetensorError, ...
-        of_hub = not isinstance(name, GgufDecoder | Path) and not _is_path(name) and not Path(name).is_dir()
-        where = "there is no such folder, and the hub says: " if of_hub else ""
-        raise BundleError(f"cannot load the decoder {str(name)!r}: {where}{error}") from error
+            place, where = _where(name, revision, subfolder or "")
+            config, tokenizer, settings = _open_folder(place, where)
+            where["revision"] = commit(config) or revision  # a branch may have moved when the weights are loaded
+            load = partial(_load_folder, place, where, weights, placed)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
-    logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
-    model = model if placed else model.to(chosen)
-    return model.eval().requires_grad_(False), tokenizer
+
+    def loaded() -> Any:
+        with _errors_named(name):
+            model = load()
+            if attn_implementation is not None:
+                model.set_attn_implementation(attn_implementation)
+        logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
+        return (model if placed else model.to(chosen)).eval().requires_grad_(False)
+
+    return UnloadedModel(config, settings, chosen, weights, loaded), tokenizer
+
+
+def load_decoder(
+    name: str | Path | GgufDecoder,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Load a causal LM and its tokenizer at once; arguments and errors are those of `open_decoder`.
+
+    Returns: the model in eval mode with frozen parameters, and the tokenizer.
+    """
+    model, tokenizer = open_decoder(name, revision, device, **options)
+    return model.load(), tokenizer
+
+
+@contextmanager
+def _errors_named(name: str | Path | GgufDecoder) -> Iterator[None]:
+    """Raise whatever transformers raises (OSError, ValueError, SafetensorError, ...) as a BundleError."""
+    try:
+        yield
+    except CtxCompressError:
+        raise
+    except Exception as error:
+        of_hub = not isinstance(name, GgufDecoder | Path) and not _is_path(name) and not Path(name).is_dir()
+        where = "there is no such folder, and the hub says: " if of_hub else ""
+        raise BundleError(f"cannot load the decoder {str(name)!r}: {where}{error}") from error
 
 
 def _is_path(name: str) -> bool:
@@ -109,21 +161,41 @@ def _dtype(name: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def _from_folder(
-    name: str | Path, revision: str | None, subfolder: str, dtype: torch.dtype, placed: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    """The causal LM and the tokenizer of a transformers folder, here or on the hub."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def _where(name: str | Path, revision: str | None, subfolder: str) -> tuple[str | Path, dict[str, Any]]:
+    """A transformers folder, here or on the hub, and transformers' arguments for it."""
     if (isinstance(name, Path) or _is_path(name)) and not Path(name).is_dir():  # transformers calls it a bad hub id
         raise ValueError("there is no such folder")
     if subfolder and Path(name).is_dir():
         name, subfolder = Path(name, subfolder), ""
-    where: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "trust_remote_code": False}
+    return name, {"revision": revision, "subfolder": subfolder, "trust_remote_code": False}
+
+
+def _open_folder(name: str | Path, where: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The config, the tokenizer and the settings for generation of a transformers folder."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    config = AutoConfig.from_pretrained(name, **where)
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
+    try:
+        settings: Any = GenerationConfig.from_pretrained(name, **where)
+    except OSError:  # it has no such file
+        settings = _settings(config)
+    return config, tokenizer, settings
+
+
+def _settings(config: Any) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_model_config(config)
+
+
+def _load_folder(name: str | Path, where: dict[str, Any], dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
+    """The causal LM of a transformers folder."""
+    from transformers import AutoModelForCausalLM
+
     packed = Path(name) / INT8_FILE
     if packed.exists():
-        return _placed(_from_int8(packed, dtype), placed), tokenizer
+        return _placed(_from_int8(packed, dtype), placed)
     # Its annotations omit the loading info, which it returns with the model.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         name,
@@ -136,7 +208,7 @@ def _from_folder(
     model, found = loaded
     if missing := found["missing_keys"]:  # transformers initializes them at random and only logs it
         raise ValueError(f"its config names {len(missing)} weights that are not in its files, such as {min(missing)}")
-    return model, tokenizer
+    return model
 
 
 def _placed(model: Any, placed: Mapping[str, Any]) -> Any:

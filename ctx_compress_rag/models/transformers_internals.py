@@ -10,12 +10,12 @@ from torch import Tensor
 _KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
 
 
-def commit(model: Any) -> str:
-    """The commit on the hub that a model was loaded from, or "".
+def commit(config: Any) -> str:
+    """The commit on the hub that a model's config was loaded from, or "".
 
     transformers records it nowhere else, and `revision` may be a branch, which moves.
     """
-    return str(getattr(model.config, "_commit_hash", None) or "")
+    return str(getattr(config, "_commit_hash", None) or "")
 
 
 def can_share(model: Any) -> bool:

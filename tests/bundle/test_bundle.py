@@ -192,11 +192,13 @@ def test_weights_that_do_not_fit_are_refused(folder: Path) -> None:
     name = next(iter(adapter))
     save_file({key: value for key, value in adapter.items() if key != name}, path)
     with pytest.raises(BundleError, match="1 keys differ") as caught:
-        Bundle.from_pretrained(folder, device="cpu")
+        _ = Bundle.from_pretrained(folder, device="cpu").backbone.model
     assert name in str(caught.value)
     save_file({**adapter, name: torch.zeros(2, 2)}, path)
-    with pytest.raises(BundleError, match=r"has shape \(2, 2\)"):
-        Bundle.from_pretrained(folder, device="cpu")
+    bundle = Bundle.from_pretrained(folder, device="cpu")
+    for _ in range(2):  # a failed load leaves nothing behind
+        with pytest.raises(BundleError, match=r"has shape \(2, 2\)"):
+            _ = bundle.backbone.model
 
 
 @pytest.mark.parametrize("change", [{"attention_bias": True}, {"num_hidden_layers": 9}])

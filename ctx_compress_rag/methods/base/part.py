@@ -43,7 +43,7 @@ class Part(nn.Module, ABC):
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """What a bundle stores of this part, by name: its own weights, not adapters or the decoder's embeddings."""
-        shared = self.backbone.embeddings.weight
+        shared = self.backbone.embeddings.weight if self.backbone.loaded else None
         return {name: p for name, p in self.named_parameters() if p is not shared}
 
     def saved_state(self) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class Reader(Part):
         self.wrap = Wrap(wrap, backbone.dim) if wrap else None
         self.own: nn.Module | None = None
         if tune.mode == "lora":
-            backbone.add_adapter(self.side, lora_config(tune))
+            backbone.add_adapter(self.side, lambda: lora_config(tune))
         elif tune.mode == "full":
             self.own = backbone.copy_model()
         self.to(backbone.device)

@@ -12,7 +12,7 @@ from torch import nn
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import Compressor
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import UnregisteredModule, linear_layers, train_copy
+from ctx_compress_rag.methods.base.part import linear_layers, train_copy
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 
 
@@ -32,15 +32,25 @@ class TrunkCompressor(Compressor):
 
     def __init__(self, backbone: Backbone, tune: TuneConfig, layers: int | None = None) -> None:
         super().__init__(backbone)
+        if layers is not None and layers > (has := backbone.config.get_text_config().num_hidden_layers):
+            raise ConfigError(f"layers={layers}: the decoder has only {has} layers")
         self.tune = tune
         self.dim = backbone.dim
-        model = backbone.copy_model() if tune.mode == "full" else backbone.model
-        trunk: nn.Module = model.base_model
-        kept = None if layers is None else _layers(trunk, model.config, layers)
-        self._trunk = UnregisteredModule(trunk if kept is None else _with_layers(trunk, kept))
-        self.encoder = self._trunk.value if tune.mode == "full" else None
+        self._kept = layers
+        self.encoder = self._of(backbone.copy_model()) if tune.mode == "full" else None
         if tune.mode == "lora":
-            backbone.add_adapter(self.side, lora_config(tune) if kept is None else _lora_of_layers(tune, kept))
+            backbone.add_adapter(self.side, self._lora)
+
+    def _of(self, model: Any) -> nn.Module:
+        """A causal LM's trunk, with the layers that the encoder has."""
+        trunk: nn.Module = model.base_model
+        return trunk if self._kept is None else _with_layers(trunk, _layers(trunk, model.config)[: self._kept])
+
+    def _lora(self) -> Any:
+        model = self.backbone.model
+        if self._kept is None:
+            return lora_config(self.tune)
+        return _lora_of_layers(self.tune, _layers(model.base_model, model.config)[: self._kept])
 
     def trained_parameters(self) -> list[nn.Parameter]:
         if self.encoder is not None:
@@ -51,15 +61,11 @@ class TrunkCompressor(Compressor):
     def trunk(self) -> Iterator[Any]:
         """Lock the encoder, a transformers model without a head, for this thread within the context."""
         with self.backbone.use(self.side if self.tune.mode == "lora" else None):
-            yield self._trunk.value
+            yield self._of(self.backbone.model) if self.encoder is None else self.encoder
 
 
-def _layers(trunk: nn.Module, config: Any, count: int) -> nn.ModuleList:
-    """The first layers of a decoder."""
-    layers = decoder_layers(trunk, config.get_text_config().num_hidden_layers)
-    if count > len(layers):
-        raise ConfigError(f"layers={count}: the decoder has only {len(layers)} layers")
-    return layers[:count]
+def _layers(trunk: nn.Module, config: Any) -> nn.ModuleList:
+    return decoder_layers(trunk, config.get_text_config().num_hidden_layers)
 
 
 def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:

@@ -88,7 +88,7 @@ class ComprexitCompressor(TokenCompressor):
         self.dim = config.slot_dim
         self.depth: DepthGates | None = None
         if config.layers == "all":
-            layers = backbone.model.config.num_hidden_layers
+            layers = backbone.config.num_hidden_layers
             self.depth = DepthGates(layers, backbone.dim, config.gate_dim, config.temperature)
         self.anchor = nn.Linear(backbone.dim, config.slot_dim, bias=False)  # W_a
         self.allocation: nn.Module = (
