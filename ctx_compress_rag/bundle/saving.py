@@ -36,7 +36,7 @@ Pack = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 def save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
     """Write config and weights; raises as `Bundle.save_pretrained`, whose report and card are written after."""
     check_free(folder)
-    assert bundle.backbone.model is not None  # loaded before anything is written: it may come from this folder
+    _ = bundle.backbone.model  # it may come from this folder, so it is loaded before anything is written
     old_teacher = TEACHER not in bundle.backbone.adapters and (folder / TEACHER).exists()
     if old_teacher and not (folder / CONFIG_FILE).exists():
         raise ConfigError(f"{folder / TEACHER} would be read as this bundle's teacher: give a new folder")

@@ -99,6 +99,7 @@ def open_decoder(
     placed = {key: value for key, value in placed.items() if value is not None}
     if quantization_config is not None:
         placed.setdefault("device_map", {"": chosen})  # weights are quantized on their final device
+    load: Callable[[], Any]
     with _errors_named(name):
         if isinstance(name, GgufDecoder):
             config, tokenizer, unpack = open_gguf(gguf_file(name, revision))
