@@ -91,8 +91,6 @@ def imports_of(tree: ast.AST, at_import_time: bool = False) -> Iterator[str]:
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_a_room_imports_only_from_those_before_it(file: Path) -> None:
     room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if (room, file.name) == ("methods", "training.py"):
-        room = "training"  # a method's own stage, which only that room imports, by the name that the method gives
     if room != "__init__":  # public names, imported on first use
         names = imports_of(ast.parse(file.read_text(encoding="utf-8")))
         rooms = {name.split(".")[1] for name in names if name.startswith("ctx_compress_rag.")}

@@ -14,11 +14,11 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.ram.config import RamConfig
-from ctx_compress_rag.methods.ram.training import RamCollator, RamLoss
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.models import draw_lora, tiny_config, tiny_llama
 
 FROZEN = {"mode": "frozen"}

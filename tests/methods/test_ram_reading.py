@@ -19,11 +19,11 @@ from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.marking.mark import expand, mark
-from ctx_compress_rag.methods.ram.training import RamCollator, RamLoss
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.text.templates import TEMPLATES, messages
 from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.decoding import prefills
 from helpers.ram import (
     FROZEN,

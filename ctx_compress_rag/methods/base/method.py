@@ -21,14 +21,12 @@ class Method:
         compressor: makes the text side from the decoder and the settings.
         reader: makes the decoder side from the decoder, the settings and the compressor.
         paper: the title of its paper.
-        training: the module that registers a training stage of the method's own, imported when a recipe is read.
     """
 
     config: type[MethodConfig]
     compressor: Callable[[Backbone, Any], Compressor]
     reader: Callable[[Backbone, Any, Any], Reader]
     paper: str
-    training: str | None = None
 
 
 METHODS: dict[str, Method] = {}

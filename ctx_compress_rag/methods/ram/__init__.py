@@ -17,6 +17,5 @@ register(
             config.decoder,
         ),
         paper="Read As Human: Compressing Context via Parallelizable Close Reading and Skimming",
-        training="ctx_compress_rag.methods.ram.training",
     )
 )
