@@ -71,11 +71,11 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def adaptive(bundle_folder: Path) -> Any:
-    """The saved bundle's decoder, which can adapt."""
-    from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
+    """The saved bundle's decoder."""
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.decoding.decoder import TransformersDecoder
 
-    return AdaptiveDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
+    return TransformersDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
 
 
 @pytest.fixture

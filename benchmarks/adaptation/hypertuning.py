@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
-from ctx_compress_rag.adaptation.objectives.update_predictor import Contexts
+from ctx_compress_rag.adaptation.objectives import Contexts
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.stages import start_update_predictor
 from ctx_compress_rag.adaptation.updates import answer_losses
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.training.recipe import register
 
 
@@ -28,13 +29,13 @@ class HyperTuningRecipe(UpdatePredictorRecipe):
 class TaskObjective(nn.Module):
     """The answer loss on a question of the same task, with the predicted update."""
 
-    def __init__(self, decoder: AdaptiveDecoder, update: PredictedUpdate) -> None:
+    def __init__(self, decoder: PlainDecoder, update: PredictedUpdate) -> None:
         super().__init__()
         self.decoder = decoder
         self.update = update
         self.predictor = update.predictor
 
-    def forward(self, contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
+    def forward(self, numbers: Sequence[int], contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
         """The loss of a batch: a context's `queries` are answered with its update."""
         adapter = self.update.base.plus(self.update.predict(self.decoder, contexts))
         return {"loss": answer_losses(self.decoder, queries, adapter).mean()}

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
-from ctx_compress_rag.adaptation.objectives.retrieval_adapter import AnswersMean
-from ctx_compress_rag.adaptation.stages import Batches, episodes_of, job, open_decoder
+from ctx_compress_rag.adaptation.objectives import AnswersMean
+from ctx_compress_rag.adaptation.stages import batches_of, job, open_decoder
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.training.engine.loop import Job
 from ctx_compress_rag.training.recipe import register
@@ -30,13 +31,13 @@ class PromptTuningRecipe(AdaptationRecipe):
     virtual_tokens: int = Field(default=20, gt=0)
 
 
-class PrefixedDecoder(AdaptiveDecoder):
+class PrefixedDecoder(TransformersDecoder):
     """A decoder that reads a soft prefix (tokens, dim) before every prompt; counts of slots include it."""
 
     prefix: Tensor
 
     @classmethod
-    def with_prefix(cls, decoder: AdaptiveDecoder, folder: Path) -> PrefixedDecoder:
+    def with_prefix(cls, decoder: TransformersDecoder, folder: Path) -> PrefixedDecoder:
         """The decoder with a trained prefix; both share the model."""
         weight = decoder.bundle.backbone.embeddings.weight
         made = cls(decoder.bundle, decoder.store, batch_size=decoder.batch_size)
@@ -56,9 +57,9 @@ def behind(prompt: Prompt, prefix: Tensor) -> Prompt:
 class PromptTuningLoss(AnswersMean):
     """Trains a soft prefix, starting from embeddings of random tokens."""
 
-    def __init__(self, decoder: AdaptiveDecoder, virtual_tokens: int, seed: int) -> None:
+    def __init__(self, decoder: PlainDecoder, virtual_tokens: int, seed: int) -> None:
         super().__init__(decoder)
-        embeddings = decoder.bundle.backbone.embeddings
+        embeddings = decoder.backbone.embeddings
         device = embeddings.weight.device
         ids = torch.randint(embeddings.num_embeddings, (virtual_tokens,), generator=torch.Generator().manual_seed(seed))
         # Through the layer, since Gemma's scales the embeddings.
@@ -72,12 +73,12 @@ class PromptTuningLoss(AnswersMean):
 def start(recipe: PromptTuningRecipe) -> Job:
     """The job that trains a soft prefix."""
     decoder = open_decoder(recipe)
-    trained = PromptTuningLoss(decoder, recipe.virtual_tokens, recipe.seed)
+    trained = PromptTuningLoss(decoder.bundle, recipe.virtual_tokens, recipe.seed)
     return job(
-        decoder,
+        decoder.bundle,
         trained,
-        episodes_of(recipe, decoder),
-        Batches(recipe, decoder).queries,
+        range(recipe.optim.items),
+        batches_of(recipe, decoder).queries,
         lambda name: save_file({_KEY: trained.prefix.detach().float().cpu()}, recipe.output / _FILE),
     )
 

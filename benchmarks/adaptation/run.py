@@ -27,9 +27,9 @@ from benchmarks.adaptation.systems import (
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.episodes import Episode, with_slots
 from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import new_figure, save
@@ -154,7 +154,7 @@ def evaluate(
 
 
 def answer_all(
-    decoder: AdaptiveDecoder,
+    decoder: TransformersDecoder,
     systems: Sequence[System],
     episodes: Sequence[Episode],
     sampling: Sampling,
@@ -178,19 +178,18 @@ def answer_all(
     return answers
 
 
-def _answers(decoder: AdaptiveDecoder, system: System, episodes: Sequence[Episode], sampling: Sampling) -> list[str]:
+def _answers(
+    decoder: TransformersDecoder, system: System, episodes: Sequence[Episode], sampling: Sampling
+) -> list[str]:
     done: list[str] = []
-    given = system.given(episodes)
-    for start in range(0, len(given), decoder.batch_size):
-        part = given[start : start + decoder.batch_size]
-        adapted = [system.adapt(decoder, episode) for episode in part]
-        made = generate_together(adapted, [system.chat(episode) for episode in part], sampling)
-        done += [system.finish(one.text.strip(), episode) for one, episode in zip(made, part, strict=True)]
+    for episode in system.given(episodes):
+        [made] = system.adapt(decoder, episode).generate([system.chat(episode)], sampling)
+        done.append(system.finish(made.text.strip(), episode))
     return done
 
 
 def _tuned(
-    decoder: AdaptiveDecoder,
+    decoder: TransformersDecoder,
     systems: Sequence[System],
     episodes: Sequence[Episode],
     sampling: Sampling,

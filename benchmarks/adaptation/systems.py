@@ -15,14 +15,15 @@ import yaml
 from benchmarks.adaptation.hypertuning import HyperTuningRecipe
 from benchmarks.adaptation.prompt_tuning import PrefixedDecoder, PromptTuningRecipe
 from benchmarks.world import RECIPES
+from ctx_compress_rag.adaptation.adapt import Adaptation, adapted, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.bundle.files import REPORT_FILE
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.recipe import find, load_recipe
 from ctx_compress_rag.training.resuming import FILES_KEY, changed_files
@@ -40,8 +41,8 @@ class BaseAdapter(Adaptation):
 
     base: Adapter | None
 
-    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        return Adapted(self.base)
+    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
+        return self.base
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +55,9 @@ class TestTimeSGD(Adaptation):
     steps: int
     learning_rate: float
 
-    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
-        update = sgd(decoder, [decoder.rows(demonstrations)], self.base, self.steps, self.learning_rate)
-        return Adapted(update.adapted().row(0))
+    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter:
+        update = sgd(decoder.bundle, [rows_of(decoder, demonstrations)], self.base, self.steps, self.learning_rate)
+        return update.adapted().row(0)
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,11 @@ class System:
     finish: Callable[[str, Episode], str] = lambda answer, episode: answer
     prefix: Path | None = None
 
-    def adapt(self, decoder: AdaptiveDecoder, episode: Episode) -> AdaptiveDecoder:
+    def adapt(self, decoder: TransformersDecoder, episode: Episode) -> TransformersDecoder:
         """The decoder, adapted to an episode's demonstrations."""
-        reading = decoder if self.prefix is None else PrefixedDecoder.with_prefix(decoder, self.prefix)
-        return reading.adapt(episode.support, self.adaptation)
+        if self.prefix is not None:
+            return PrefixedDecoder.with_prefix(decoder, self.prefix)
+        return adapted(decoder, self.adaptation.adapt(decoder, episode.support))
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Recipes:
             (folder / "recipes" / file.name).write_text(text, encoding="utf-8")
         return self.find(folder / "recipes")
 
-    def train_missing(self, decoder: AdaptiveDecoder) -> None:
+    def train_missing(self, decoder: TransformersDecoder) -> None:
         """Run the recipes that are not finished; an interrupted one resumes from its last checkpoint.
 
         Raises:
@@ -169,7 +171,7 @@ class Recipes:
             if made.get("fingerprint") != decoder.bundle.fingerprint:
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 
-    def systems(self, decoder: AdaptiveDecoder) -> list[System]:
+    def systems(self, decoder: TransformersDecoder) -> list[System]:
         """The trained systems and the baselines, in the order of a table.
 
         If several recipes are of one kind and K, the systems' names include the recipes' file names.
@@ -211,7 +213,7 @@ def _kind(recipe: AdaptationRecipe) -> str:
     return "HyperTuning" if isinstance(recipe, HyperTuningRecipe) else f"{PREDICTED}{recipe.inner_steps}"
 
 
-def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequence[Episode]) -> list[System]:
+def controls(systems: Sequence[System], decoder: TransformersDecoder, episodes: Sequence[Episode]) -> list[System]:
     """Controls for a predicted update: one update for all contexts, and the update predicted from another task."""
     predicted = [system for system in systems if system.name.startswith(PREDICTED)]
     if not predicted:
@@ -226,12 +228,12 @@ def controls(systems: Sequence[System], decoder: AdaptiveDecoder, episodes: Sequ
 
 
 def mean_over(
-    update: PredictedUpdate, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Demonstration]]
+    update: PredictedUpdate, decoder: TransformersDecoder, contexts: Sequence[Sequence[Demonstration]]
 ) -> BaseAdapter:
     """The mean of the updates predicted for these contexts, whatever the demonstrations."""
     rows = [update.rows(decoder, context) for context in contexts]
     with torch.no_grad():
-        each = update.predict(decoder, rows)
+        each = update.predict(decoder.bundle, rows)
     # A sum of products is the product of the factors side by side.
     a = {n: t.flatten(0, 1) for n, t in each.a.items()}
     b = {n: t.transpose(0, 1).flatten(1) / len(rows) for n, t in each.b.items()}

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -108,25 +107,6 @@ class Adapter:
     def _each(self, change: Callable[[Tensor], Tensor]) -> Adapter:
         a, b = ({name: change(factor) for name, factor in side.items()} for side in (self.a, self.b))
         return Adapter(a, b, self.scale)
-
-    @staticmethod
-    def stack(adapters: Sequence[Adapter | None]) -> Adapter | None:
-        """One adapter with a row for each of these; None, for a row that changes nothing, becomes zeros.
-
-        Adapters of lower rank are padded with zeros, which change nothing. If all are the same object, or all
-        are None, this is the result.
-        """
-        first = next((adapter for adapter in adapters if adapter is not None), None)
-        if first is None or all(adapter is first for adapter in adapters):
-            return first
-        rank = max(adapter.rank for adapter in adapters if adapter is not None)
-        rows = [
-            adapter or Adapter(first.a, {n: torch.zeros_like(t) for n, t in first.b.items()}) for adapter in adapters
-        ]
-        return Adapter(
-            {n: torch.stack([F.pad(x.a[n], (0, 0, 0, rank - x.rank)) for x in rows]) for n in first.a},
-            {n: torch.stack([F.pad(x.scale * x.b[n], (0, rank - x.rank)) for x in rows]) for n in first.b},
-        )
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
         """Write an ordinary peft LoRA adapter, in float32; other engines can serve it.

@@ -93,9 +93,9 @@ class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
     Attributes:
         base: the base retrieval adapter's folder.
         magnitude_weight: lambda of eq. 9.
-        contexts: number of support contexts to solve by gradient descent before training, which then learns from each
-            many times; None draws and solves a new one each time, as the paper does. Their updates stay in memory:
-            contexts x rank x input and output widths of Q/K/V, in bfloat16. A training that resumes solves them again.
+        contexts: number of support contexts, each learned from many times and solved by gradient descent when it first
+            comes; None draws and solves a new one each time, as the paper does. Their updates stay in memory: contexts
+            x rank x input and output widths of Q/K/V, in bfloat16. A training that resumes solves them again.
     """
 
     stage: Literal["update_predictor"]

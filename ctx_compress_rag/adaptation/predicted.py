@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ctx_compress_rag.adaptation.adapt import Adaptation, identity, ratios_of, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import PredictorSettings
-from ctx_compress_rag.adaptation.decoder import Adaptation, Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd
 from ctx_compress_rag.bundle.files import read_tensors
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import explain
@@ -29,9 +29,6 @@ BASE_FOLDER = "base"
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
-_LOADED: WeakKeyDictionary[PlainDecoder, dict[Path, tuple[list[tuple[Path, int]], PredictedUpdate]]] = (
-    WeakKeyDictionary()
-)
 
 
 class PredictorConfig(PredictorSettings):
@@ -39,7 +36,7 @@ class PredictorConfig(PredictorSettings):
 
     Attributes:
         format: version of the format.
-        fingerprint: `AdaptiveDecoder.fingerprint` of the decoder that it was made for; `build` fills it in.
+        fingerprint: `adapt.identity` of the decoder that it was made for; `build` fills it in.
         ratio: source tokens per slot of the demonstrations' passages; None if they are text.
     """
 
@@ -57,31 +54,31 @@ class PredictedUpdate(Adaptation):
     config: PredictorConfig
 
     @classmethod
-    def build(cls, base: Adapter, decoder: AdaptiveDecoder, config: PredictorConfig) -> PredictedUpdate:
+    def build(cls, base: Adapter, decoder: PlainDecoder, config: PredictorConfig) -> PredictedUpdate:
         """Build one with an untrained predictor, on a base retrieval adapter for this decoder."""
-        dim = int(decoder.bundle.backbone.model.config.get_text_config().hidden_size)
+        dim = int(decoder.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
-        made_for = config.model_copy(update={"fingerprint": decoder.fingerprint(config.ratio)})
+        made_for = config.model_copy(update={"fingerprint": identity(decoder, config.ratio)})
         return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
 
-    def adapt(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> Adapted:
+    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter:
         with torch.no_grad():
-            return Adapted(self.base.plus(self.predict(decoder, [self.rows(decoder, demonstrations)])).row(0))
+            return self.base.plus(self.predict(decoder.bundle, [self.rows(decoder, demonstrations)])).row(0)
 
-    def predict(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
+    def predict(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
         """The updates for support contexts, given as rows; an adapter with a row for each context."""
         update: Adapter = self.predictor(self.pooled(decoder, contexts))
         return update
 
-    def pooled(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> Tensor:
+    def pooled(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Tensor:
         """What the predictor reads of support contexts: (contexts, dim)."""
         return pooled_states(decoder, contexts, self.base, self.config.layer)
 
-    def target(self, decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
+    def target(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
         """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
 
-    def rows(self, decoder: AdaptiveDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+    def rows(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as the decoder reads them.
 
         Raises:
@@ -92,11 +89,11 @@ class PredictedUpdate(Adaptation):
                 f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
                 f"{len(demonstrations)}: give as many as in training"
             )
-        rows = decoder.rows(demonstrations)
+        rows = rows_of(decoder, demonstrations)
         wanted = self.config.ratio
         for number, (row, demonstration) in enumerate(zip(rows, demonstrations, strict=True)):
             # A marker whose slots cannot be read may have been read as text.
-            given = decoder.ratios(demonstration) if row.soft else {None}
+            given = ratios_of(decoder, demonstration) if row.soft else {None}
             if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
                 raise ConfigError(
                     f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and those of "
@@ -114,8 +111,8 @@ class PredictedUpdate(Adaptation):
         (folder / _CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, decoder: AdaptiveDecoder) -> PredictedUpdate:
-        """Read what `save_pretrained` wrote, for `decoder`.
+    def from_pretrained(cls, folder: str | Path, decoder: TransformersDecoder) -> PredictedUpdate:
+        """Read what `save_pretrained` wrote, for `decoder` (an LLM's is `llm.decoder`).
 
         Raises:
             BundleError: it is missing, damaged, or made for another decoder.
@@ -128,33 +125,20 @@ class PredictedUpdate(Adaptation):
             raise BundleError(f"{str(folder)!r} holds no update predictor: {_CONFIG_FILE} is missing") from error
         except ValidationError as error:
             raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
-        if config.fingerprint != decoder.fingerprint(config.ratio):
+        bundle = decoder.bundle
+        if config.fingerprint != identity(bundle, config.ratio):
             raise BundleError(
                 f"the predictor in {folder} was made for another decoder: train one for this decoder with recipes that "
                 "name this bundle (bundle: in place of decoder:)"
             )
-        base = Adapter.from_pretrained(folder / BASE_FOLDER, decoder.bundle.backbone.model)
-        made = cls.build(base, decoder, config)
+        base = Adapter.from_pretrained(folder / BASE_FOLDER, bundle.backbone.model)
+        made = cls.build(base, bundle, config)
         try:
             made.predictor.load_state_dict(read_tensors(folder / _WEIGHTS_FILE))
         except RuntimeError as error:
             raise BundleError(f"the predictor in {folder} does not fit this decoder and its config: {error}") from error
         made.predictor.requires_grad_(False)
         return made
-
-
-def load_predictor(folder: str | Path, decoder: AdaptiveDecoder) -> PredictedUpdate:
-    """Load an update predictor; it is read once for each bundle, and again if a file in the folder has changed.
-
-    Raises:
-        BundleError: the folder holds none, or one for another decoder.
-    """
-    folder = Path(folder).resolve()
-    stamp = [(file, file.stat().st_mtime_ns) for file in sorted(folder.rglob("*"))]
-    kept = _LOADED.setdefault(decoder.bundle, {})
-    if folder not in kept or kept[folder][0] != stamp:
-        kept[folder] = (stamp, PredictedUpdate.from_pretrained(folder, decoder))
-    return kept[folder][1]
 
 
 def _as_read(ratio: int | None) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ctx_compress_rag.adaptation.adapt import opened
 from ctx_compress_rag.adaptation.adapter import Adapter, Shapes
-from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
 from ctx_compress_rag.adaptation.updates import norms
-from ctx_compress_rag.decoding.change import opened
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.backbone import decoder_layers
@@ -77,7 +77,7 @@ class UpdatePredictor(nn.Module):
 
 @torch.no_grad()
 def pooled_states(
-    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, layer: int | None = None
+    decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, layer: int | None = None
 ) -> Tensor:
     """Hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
 
@@ -95,8 +95,8 @@ def pooled_states(
         ConfigError: the decoder has fewer layers.
     """
     rows = [row for context in contexts for row in context]
-    batch = splice(decoder.bundle.backbone.embeddings, rows)
-    with opened(decoder.bundle, any(row.soft for row in rows), batch.slot_mask, Adapted(base)) as model:
+    batch = splice(decoder.backbone.embeddings, rows)
+    with opened(decoder, base, batch.slot_mask if any(row.soft for row in rows) else None) as model:
         states = _hidden_states(model, batch.model_inputs(), layer)
     last = states[:, -1].float()  # padding is on the left
     return torch.stack([part.mean(dim=0) for part in last.split([len(context) for context in contexts])])

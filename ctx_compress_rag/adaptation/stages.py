@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,8 +13,8 @@ from typing import Any
 import chromadb
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
+from ctx_compress_rag.adaptation.adapt import rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import (
     AdaptationRecipe,
@@ -23,54 +22,45 @@ from ctx_compress_rag.adaptation.config import (
     TaskData,
     UpdatePredictorRecipe,
 )
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, with_slots
-from ctx_compress_rag.adaptation.objectives.retrieval_adapter import RetrievalAdapterLoss
-from ctx_compress_rag.adaptation.objectives.update_predictor import (
-    MatchingObjective,
-    SolvedContexts,
-    SolvedMatchingObjective,
-)
+from ctx_compress_rag.adaptation.objectives import MatchingLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.engine.loop import Collate, Job
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import register
 
-logger = logging.getLogger(__name__)
+Objective = Callable[[PlainDecoder, PredictedUpdate], nn.Module]
 
-Objective = Callable[[AdaptiveDecoder, PredictedUpdate], nn.Module]
-
-# Contexts to measure a predictor's scales on: kept ones, which cost nothing, or else ones solved for this.
-_KEPT, _SOLVED_NOW = 64, 16
-_AT_ONCE = 16  # contexts to solve
+_CALIBRATED = 16  # contexts to measure a predictor's scales on
 
 
-def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> AdaptiveDecoder:
+def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> TransformersDecoder:
     """Load the recipe's decoder, with a store in memory if passages become slots."""
     device = device or training_device()
     if recipe.decoder is not None:
-        return AdaptiveDecoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
+        return TransformersDecoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
     bundle = Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision)
     if recipe.ratio is None:
-        return AdaptiveDecoder(bundle)
+        return TransformersDecoder(bundle)
     base = None if bundle.compressor.nestable else recipe.ratio
     # Chroma's stores in memory share one engine: a unique name keeps this one separate.
     collection = f"adaptation-{secrets.token_hex(8)}"
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=collection, ratio=base, key=secrets.token_bytes(32)
     )
-    return AdaptiveDecoder(bundle, store)
+    return TransformersDecoder(bundle, store)
 
 
-def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
+def load_tasks(recipe: AdaptationRecipe, decoder: TransformersDecoder) -> Tasks:
     """The recipe's training tasks, without the questions of its held-out files."""
     tasks = file_tasks(recipe.data.files, recipe.data, decoder)
     held_out = HeldOut(example for file in recipe.data.held_out for example in read_jsonl(file))
@@ -78,7 +68,7 @@ def load_tasks(recipe: AdaptationRecipe, decoder: AdaptiveDecoder) -> Tasks:
     return tasks
 
 
-def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) -> Tasks:
+def file_tasks(files: Sequence[Path], data: TaskData, decoder: TransformersDecoder) -> Tasks:
     """Files as tasks, with passages and answers cut as `data` says."""
     builder = PromptBuilder(decoder.bundle.tokenizer)
     return Tasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
@@ -86,55 +76,58 @@ def file_tasks(files: Sequence[Path], data: TaskData, decoder: AdaptiveDecoder) 
 
 @dataclass
 class Batches:
-    """Makes the objectives' batches: episodes as rows that the decoder reads."""
+    """Makes the objectives' batches: numbers of episodes -> the episodes as rows that the decoder reads."""
 
     recipe: AdaptationRecipe
-    decoder: AdaptiveDecoder
+    decoder: TransformersDecoder
+    episodes: Episodes
 
-    def slots(self, batch: Sequence[Any]) -> list[Episode]:
+    def _episodes(self, numbers: Sequence[int]) -> list[Episode]:
         """The episodes, with soft contexts for passages if the recipe says so."""
-        return [with_slots(episode, self.decoder.store, self.recipe.ratio) for episode in batch]
+        return [with_slots(self.episodes[number], self.decoder.store, self.recipe.ratio) for number in numbers]
 
-    def queries(self, batch: Sequence[Any]) -> dict[str, Any]:
+    def queries(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Questions with their answers."""
-        return {"rows": self.decoder.rows([episode.query for episode in self.slots(batch)])}
+        return {"rows": rows_of(self.decoder, [episode.query for episode in self._episodes(numbers)])}
 
-    def contexts(self, batch: Sequence[Any]) -> dict[str, Any]:
+    def contexts(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Demonstrations, and a question of the same task."""
-        whole = self.slots(batch)
+        whole = self._episodes(numbers)
         return {
-            "contexts": [self.decoder.rows(episode.support) for episode in whole],
-            "queries": [self.decoder.rows([episode.query]) for episode in whole],
+            "numbers": numbers,
+            "contexts": [rows_of(self.decoder, episode.support) for episode in whole],
+            "queries": [rows_of(self.decoder, [episode.query]) for episode in whole],
         }
 
 
-def episodes_of(recipe: AdaptationRecipe, decoder: AdaptiveDecoder, demonstrations: int = 0) -> Episodes:
-    """The episodes that a recipe's training reads."""
-    return Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed)
+def batches_of(recipe: AdaptationRecipe, decoder: TransformersDecoder, demonstrations: int = 0) -> Batches:
+    """What a recipe's training reads."""
+    episodes = Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed)
+    return Batches(recipe, decoder, episodes)
 
 
 def job(
-    decoder: AdaptiveDecoder,
+    decoder: PlainDecoder,
     objective: nn.Module,
-    examples: Sequence[Any],
+    numbers: Sequence[int],
     collate: Collate,
     save: Callable[[str | None], None],
 ) -> Job:
     """A job whose report identifies the decoder; `save` is called with the decoder's hub id or path."""
-    bundle = decoder.bundle
-    about = {"fingerprint": bundle.fingerprint}
-    return Job(objective, examples, collate, lambda report: save(bundle.decoder_name), about)
+    about = {"fingerprint": decoder.fingerprint}
+    return Job(objective, numbers, collate, lambda report: save(decoder.decoder_name), about)
 
 
 def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
     """The job that trains the base retrieval adapter."""
     decoder = open_decoder(recipe)
-    trained = RetrievalAdapterLoss(decoder, recipe.rank, recipe.alpha)
+    trained = RetrievalAdapterLoss(decoder.bundle, recipe.rank, recipe.alpha)
+    batches = batches_of(recipe, decoder)
     return job(
-        decoder,
+        decoder.bundle,
         trained,
-        episodes_of(recipe, decoder),
-        Batches(recipe, decoder).queries,
+        range(recipe.optim.items),
+        batches.queries,
         lambda name: trained.adapter().save_pretrained(recipe.output, name),
     )
 
@@ -144,33 +137,25 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective |
 
     Args:
         recipe: its settings.
-        objective: what learns from contexts drawn anew; None takes `MatchingObjective`.
+        objective: the loss; None takes `MatchingLoss`.
     """
     decoder = open_decoder(recipe)
-    episodes, batches = episodes_of(recipe, decoder, recipe.demonstrations), Batches(recipe, decoder)
-    base = Adapter.from_pretrained(recipe.base, decoder.bundle.backbone.model)
+    bundle, batches = decoder.bundle, batches_of(recipe, decoder, recipe.demonstrations)
+    base = Adapter.from_pretrained(recipe.base, bundle.backbone.model)
     # The settings that a predictor keeps have the same names in its recipe.
     settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
     torch.manual_seed(recipe.seed)
-    update = PredictedUpdate.build(base, decoder, PredictorConfig(**settings))
-    save = partial(update.save_pretrained, recipe.output)
+    update = PredictedUpdate.build(base, bundle, PredictorConfig(**settings))
+    first = batches.contexts(range(min(_CALIBRATED, recipe.optim.items)))["contexts"]
+    update.predictor.calibrate(update.pooled(bundle, first), norms(update.target(bundle, first).change()))
+    numbers: Sequence[int] = range(recipe.optim.items)
     if recipe.contexts is not None:
-        drawn = Episodes(episodes.tasks, recipe.contexts, recipe.demonstrations, recipe.seed)
-        starts = tqdm(range(0, len(drawn), _AT_ONCE), desc="solving contexts", unit="batch", disable=None)
-        parts = (batches.contexts(drawn[start : start + _AT_ONCE])["contexts"] for start in starts)
-        solved = SolvedContexts.of(decoder, update, parts)
-        pooled, change = solved.rows(torch.arange(min(recipe.contexts, _KEPT)))
-        update.predictor.calibrate(pooled, norms(change))
-        numbers = passes(recipe.contexts, len(episodes), recipe.seed)
-        return job(
-            decoder, SolvedMatchingObjective(update, solved, recipe.magnitude_weight), numbers, _collate_numbers, save
-        )
-    first = [batches.contexts([episode])["contexts"] for episode in episodes[:_SOLVED_NOW]]
-    pooled = torch.cat([update.pooled(decoder, contexts) for contexts in first])
-    each = [norms(update.target(decoder, contexts).change()) for contexts in first]
-    update.predictor.calibrate(pooled, {name: torch.cat([sizes[name] for sizes in each]) for name in each[0]})
-    objective = objective or partial(MatchingObjective, magnitude_weight=recipe.magnitude_weight)
-    return job(decoder, objective(decoder, update), episodes, batches.contexts, save)
+        numbers = passes(recipe.contexts, recipe.optim.items, recipe.seed)
+    objective = objective or partial(
+        MatchingLoss, magnitude_weight=recipe.magnitude_weight, keep=recipe.contexts is not None
+    )
+    save = partial(update.save_pretrained, recipe.output)
+    return job(bundle, objective(bundle, update), numbers, batches.contexts, save)
 
 
 def passes(size: int, count: int, seed: int) -> list[int]:
@@ -179,10 +164,6 @@ def passes(size: int, count: int, seed: int) -> list[int]:
     while len(numbers) < count:
         numbers += random.Random(f"{seed}:{len(numbers)}").sample(range(size), size)
     return numbers[:count]
-
-
-def _collate_numbers(batch: Sequence[Any]) -> dict[str, Any]:
-    return {"indices": torch.tensor(batch)}
 
 
 register(RetrievalAdapterRecipe, start_retrieval_adapter)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ctx_compress_rag.adaptation.adapt import opened
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder
-from ctx_compress_rag.decoding.change import opened
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.prompt import Prompt
 
@@ -53,7 +53,7 @@ class GradientUpdate:
         )
 
 
-def answer_losses(decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]], adapter: Adapter | None) -> Tensor:
+def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], adapter: Adapter | None) -> Tensor:
     """Mean cross-entropy of each context's answer tokens given questions and passages: (contexts,).
 
     Args:
@@ -63,9 +63,9 @@ def answer_losses(decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]
     """
     rows = [row for context in contexts for row in context]
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
-    batch = splice(decoder.bundle.backbone.embeddings, rows)
-    change = Adapted(None if adapter is None else adapter.rows(owners))
-    with opened(decoder.bundle, any(row.soft for row in rows), batch.slot_mask, change) as model:
+    batch = splice(decoder.backbone.embeddings, rows)
+    own = None if adapter is None else adapter.rows(owners)
+    with opened(decoder, own, batch.slot_mask if any(row.soft for row in rows) else None) as model:
         logits, ids = predict(model, batch, rows)
     losses = F.cross_entropy(logits, ids, reduction="none")
     tokens = torch.tensor([int(row.answers.sum()) for row in rows])
@@ -75,7 +75,7 @@ def answer_losses(decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]]
 
 
 def sgd(
-    decoder: AdaptiveDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, steps: int, learning_rate: float
+    decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, steps: int, learning_rate: float
 ) -> GradientUpdate:
     """K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
 

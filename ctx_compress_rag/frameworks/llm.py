@@ -176,15 +176,11 @@ class DecoderLLM(BaseModel):
                 )
         return self._decoder
 
-    def _with_decoder(self, decoder: TransformersDecoder) -> Self:
+    def with_decoder(self, decoder: TransformersDecoder) -> Self:
+        """A copy that answers with another decoder of the same store."""
         other = self.model_copy()
         other._decoder = decoder
         return other
-
-    @property
-    def _change(self) -> str | None:
-        """Identifies what an adaptation changed; None without one."""
-        return None if self._decoder is None else self._decoder.change.digest
 
     def in_scope(self) -> AbstractContextManager[None]:
         """A block in which prompts are read with the LLM's `scope`."""

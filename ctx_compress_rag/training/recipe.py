@@ -15,12 +15,10 @@ from ctx_compress_rag.strict import any_of, explain
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import Job
 
-# The subpackages that ship recipes and register stages; the later ones are imported only for their own stages.
-_ROOMS = ("training", "adaptation")
 _PACKAGE = Path(__file__).parents[1]
-FOLDERS = [_PACKAGE / room / "recipes" for room in _ROOMS]
-SHIPPED = FOLDERS[0]
-
+SHIPPED = _PACKAGE / "training" / "recipes"
+# Other rooms that ship recipes have stages, too, which are imported only for their own recipes.
+FOLDERS = [SHIPPED, *sorted(folder for folder in _PACKAGE.glob("*/recipes") if folder != SHIPPED)]
 
 STAGES: dict[str, tuple[type[BaseRecipe], Callable[[Any], Job]]] = {}
 """The registered stages by name: the class of their recipes, and what makes the job from one."""
@@ -67,9 +65,9 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
         ConfigError: a key or value is invalid.
     """
     stage = settings.get("stage") if isinstance(settings, dict) else None
-    for room in _ROOMS:
-        if stage not in list(STAGES):
-            import_module(f"{_PACKAGE.name}.{room}.stages")
+    for folder in FOLDERS:
+        if stage not in STAGES:
+            import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
     if stage is None:
         stages = ", ".join(sorted(STAGES))
         raise ConfigError(f"{where} has no stage, which says what to train: set stage to one of {stages}")

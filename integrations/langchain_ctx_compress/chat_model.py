@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -19,19 +19,18 @@ from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict
 
-from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Generation
+from ctx_compress_rag.decoding.decoder import Generation, TransformersDecoder
 from ctx_compress_rag.decoding.logprobs import as_openai
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks.llm import OPTIONS
+from ctx_compress_rag.frameworks.llm import OPTIONS, DecoderLLM
 from ctx_compress_rag.store.marker import current_scope
 from langchain_ctx_compress.messages import parsed, parsed_with_raw, to_chat
 
 _PROVIDER = "ctx-compress"
 
 
-class ChatCompressedContext(AdaptableLLM, BaseChatModel):
+class ChatCompressedContext(DecoderLLM, BaseChatModel):
     """A bundle's decoder as a LangChain chat model.
 
     Markers in the messages are read as the soft contexts they stand for; a prompt without markers is answered by
@@ -46,13 +45,18 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
     in `response_metadata["logprobs"]`, in OpenAI's shape.
 
     Args:
-        predictor: folder of the update predictor that `adapt` uses.
         streaming: make `invoke` stream internally, so that callbacks see every piece.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     streaming: bool = False
+
+    def with_decoder(self, decoder: TransformersDecoder) -> Self:
+        """A copy with another decoder of the same store. LangChain's caches know options alone: it is not cached."""
+        other = super().with_decoder(decoder)
+        other.cache = False
+        return other
 
     def question_prompt(self) -> ChatPromptTemplate:
         """The prompt that the store's bundle was trained with, for a chain's `context` and `input`."""
@@ -78,7 +82,6 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
                 "fingerprint": self.store.fingerprint,
                 "scope": self.scope or current_scope() or self.store.scope,
                 "on_unreadable": self.on_unreadable,
-                "change": self._change,
                 **{name: getattr(self, name) for name in OPTIONS},
             },
         }
@@ -182,12 +185,13 @@ class ChatCompressedContext(AdaptableLLM, BaseChatModel):
         """A model whose options a call's config may set.
 
         Raises:
-            ConfigError: this model is adapted: LangChain makes a new one from the options alone.
+            ConfigError: this model has a decoder of its own: LangChain makes a new one from the options alone.
         """
-        if self._change is not None:
+        answering: object = self.decoder.bundle
+        if answering is not self.store.bundle:
             raise ConfigError(
-                "configurable_fields would lose the adaptation, since LangChain makes a new model from the options: "
-                f"give {', '.join(fields)} to bind() or to the call"
+                "configurable_fields would lose this model's decoder, since LangChain makes a new model from the "
+                f"options: give {', '.join(fields)} to bind() or to the call"
             )
         return super().configurable_fields(**fields)
 

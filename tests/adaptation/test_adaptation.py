@@ -14,13 +14,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.adaptation.systems import BaseAdapter, TestTimeSGD
+from benchmarks.adaptation.systems import TestTimeSGD
+from ctx_compress_rag.adaptation.adapt import adapted, opened, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter, applied, projections
-from ctx_compress_rag.adaptation.decoder import Adapted, AdaptiveDecoder, generate_together
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.updates import answer_losses
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.change import opened
 from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.decoding.splice import splice
@@ -30,7 +28,7 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import answer_ids, chat_text
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from helpers import architectures
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, drawn, merged_copy, random_adapter
 from helpers.decoding import by_transformers
 from helpers.models import draw_lora
 
@@ -46,8 +44,8 @@ def bundle(make_tiny_bundle: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def decoder(bundle: Any) -> AdaptiveDecoder:
-    return AdaptiveDecoder(bundle)
+def decoder(bundle: Any) -> TransformersDecoder:
+    return TransformersDecoder(bundle)
 
 
 def _logits(model: Any, ids: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
@@ -92,16 +90,14 @@ def test_other_attention_is_refused_by_name() -> None:
 
 
 def test_rows_of_a_batch_equal_one_at_a_time() -> None:
-    """Adapters of different rank and scale, and none at all, side by side in one forward pass."""
+    """Each row of a batch with its own row of an adapter."""
     model = architectures.model("Qwen3")
-    adapters = [random_adapter(model, 4, seed=3), None, random_adapter(model, 1, seed=4, scale=0.7)]
+    adapter = drawn(projections(model), 4, torch.Generator().manual_seed(3), 0.3, 0.7, rows=2)
     ids = torch.stack(architectures.random_ids("Qwen3", [9, 9, 9]))
-    together = _logits(model, ids, Adapter.stack(adapters))
-    for row, adapter in enumerate(adapters):
-        torch.testing.assert_close(together[row], _logits(model, ids[row, None], adapter)[0], atol=1e-4, rtol=1e-4)
-    same = adapters[0]
-    assert Adapter.stack([same, same]) is same
-    assert Adapter.stack([None, None]) is None
+    together = _logits(model, ids, adapter.rows([1, 0, 1]))
+    for row, own in enumerate((1, 0, 1)):
+        alone = _logits(model, ids[row, None], adapter.row(own))[0]
+        torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
@@ -165,67 +161,41 @@ def _chats(questions: Any = QUESTIONS) -> list[Any]:
     return [question.chat() for question in questions]
 
 
-def _adapted(decoder: AdaptiveDecoder, *seeds: int) -> list[AdaptiveDecoder]:
-    model = decoder.bundle.backbone.model
-    return [decoder.with_change(Adapted(random_adapter(model, 4, seed, size=0.5))) for seed in seeds]
-
-
 def _texts(generations: Any) -> list[str]:
     return [generation.text for generation in generations]
 
 
-def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: AdaptiveDecoder, bundle: Any) -> None:
-    [adapted] = _adapted(decoder, 11)
-    plain = TransformersDecoder(bundle)
+def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: TransformersDecoder, bundle: Any) -> None:
+    adapter = random_adapter(bundle.backbone.model, 4, 11, size=0.5)
+    changed, plain = adapted(decoder, adapter), TransformersDecoder(bundle)
     before = _texts(plain.generate(_chats(), SHORT))
-    texts = _texts(adapted.generate(_chats(), SHORT))
-    assert adapted.adapted.adapter is not None
-    merged = merged_copy(bundle.backbone.model, adapted.adapted.adapter)
+    texts = _texts(changed.generate(_chats(), SHORT))
+    merged = merged_copy(bundle.backbone.model, adapter)
     for chat, text in zip(_chats(), texts, strict=True):
         assert by_transformers(merged, bundle.tokenizer, chat, 8) == text
     assert texts != before
-    pieces = list(adapted.stream(_chats()[0], SHORT))
+    pieces = list(changed.stream(_chats()[0], SHORT))
     assert pieces[-1].text == texts[0] == "".join(pieces[:-1])  # type: ignore[union-attr, arg-type]
     assert _texts(decoder.generate(_chats(), SHORT)) == _texts(plain.generate(_chats(), SHORT)) == before
-
-
-def test_several_adapted_ones_answer_in_one_batch(decoder: AdaptiveDecoder) -> None:
-    """Each as it would alone, the unadapted among them, in one forward pass over the prompts."""
-    one, two = _adapted(decoder, 12, 13)
-    asked = [one, decoder, two, one, two, decoder]
-    chats = _chats() * 2
-    alone = [d.generate([chat], SHORT)[0].text for d, chat in zip(asked, chats, strict=True)]
-    widths: set[int] = set()
-    with decoder.bundle.backbone.model.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.add(len(kwargs["attention_mask"])), with_kwargs=True
-    ):
-        assert _texts(generate_together(asked, chats, SHORT)) == alone
-    assert widths == {6}
-    assert len(set(alone)) > 2
-    with pytest.raises(ConfigError, match="3 prompts"):
-        generate_together([one], _chats())
-    other = Bundle(decoder.bundle.config, decoder.bundle.backbone, decoder.bundle.compressor, decoder.bundle.reader)
-    with pytest.raises(ConfigError, match="adapted from one decoder"):
-        generate_together([one, AdaptiveDecoder(other), two], _chats())
 
 
 def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> None:
     """A prompt with slots goes to the reader's decoder, its adapter and the update on top of each other."""
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
-        decoder = AdaptiveDecoder(bundle, store)
+        decoder = TransformersDecoder(bundle, store)
         marked = [question.marked(store, 8) for question in QUESTIONS]
         assert all(
             q.passages == tuple(mark(store, p.passages, ratio=8)) for q, p in zip(marked, QUESTIONS, strict=True)
         )
         adapter = random_adapter(bundle.backbone.model, 4, seed=17)
-        rows = decoder.rows(marked)
+        rows = rows_of(decoder, marked)
         assert [row.slots for row in rows] == [
             sum(-(-len(bundle.tokenizer(p, add_special_tokens=False)["input_ids"]) // 8) for p in q.passages)
             for q in QUESTIONS
         ]
         embedded = torch.cat([p if p.is_floating_point() else bundle.backbone.embeddings(p) for p in rows[1].pieces])
         batch = splice(bundle.backbone.embeddings, [rows[1]])
-        with torch.no_grad(), opened(bundle, rows[1].soft, batch.slot_mask, Adapted(adapter)) as model:
+        with torch.no_grad(), opened(bundle, adapter, batch.slot_mask) as model:
             ours = model(**batch.model_inputs()).logits
         # The reader's LoRA merged by hand, then the update's.
         with bundle.backbone.use("reader") as model:
@@ -241,13 +211,12 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         torch.testing.assert_close(ours, logits, atol=1e-4, rtol=1e-4)
         [places] = rows[1].answers.nonzero().T
         expected = F.cross_entropy(logits[0, places - 1], rows[1].ids()[places])
-        assert float(answer_losses(decoder, [rows[1:2]], adapter)) == pytest.approx(float(expected), rel=1e-4)
+        assert float(answer_losses(bundle, [rows[1:2]], adapter)) == pytest.approx(float(expected), rel=1e-4)
 
-        adapted = decoder.adapt(marked, TestTimeSGD(adapter, 1, 0.5))
-        assert all(generation.slots > 0 for generation in adapted.generate(_chats(marked), SHORT))
-        mixed = _chats([marked[0], QUESTIONS[0]])
-        together = _texts(generate_together([adapted, decoder], mixed, SHORT))
-        assert together == [adapted.generate(mixed[:1], SHORT)[0].text, decoder.generate(mixed[1:], SHORT)[0].text]
+        changed = adapted(decoder, adapter)
+        alone = _texts(changed.generate(_chats(marked), SHORT)) + _texts(changed.generate(_chats(), SHORT))
+        together = changed.generate([*_chats(marked), *_chats()], SHORT)
+        assert _texts(together) == alone and [bool(each.slots) for each in together] == [True] * 3 + [False] * 3
 
 
 def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -> None:
@@ -267,28 +236,21 @@ def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -
     assert text_ids(tokenizer, text)[: len(alone)] == alone
 
 
-def test_adapting_leaves_the_original_and_starts_from_it(decoder: AdaptiveDecoder) -> None:
-    state = {n: p.detach().clone() for n, p in decoder.bundle.backbone.model.named_parameters()}
+def test_adapting_starts_from_the_original(decoder: TransformersDecoder) -> None:
     base = random_adapter(decoder.bundle.backbone.model, 4, seed=18)
-    once = decoder.adapt(DEMONSTRATIONS, TestTimeSGD(base, 2, 0.1))
-    twice = once.adapt(DEMONSTRATIONS, TestTimeSGD(base, 2, 0.1))
-    assert decoder.adapted.adapter is None
-    for name in base.a:
-        assert torch.equal(once.adapted.adapter.b[name], twice.adapted.adapter.b[name])  # type: ignore[union-attr]
-        assert not torch.equal(once.adapted.adapter.b[name], base.b[name])  # type: ignore[union-attr]
-    assert decoder.adapt(DEMONSTRATIONS, BaseAdapter(base)).adapted.adapter is base
-    assert all(torch.equal(p, state[n]) for n, p in decoder.bundle.backbone.model.named_parameters())
+    once = TestTimeSGD(base, 2, 0.1).adapt(decoder, DEMONSTRATIONS)
+    assert all(not torch.equal(once.b[name], base.b[name]) for name in base.b)
+    again = adapted(adapted(decoder, once), None)
+    assert again.bundle is decoder.bundle
+    twice = TestTimeSGD(base, 2, 0.1).adapt(again, DEMONSTRATIONS)
+    assert all(torch.equal(once.b[name], twice.b[name]) for name in base.b)
 
 
-def test_impossible_demonstrations_are_refused_by_name(decoder: AdaptiveDecoder) -> None:
-    base = BaseAdapter(None)
-    with pytest.raises(ConfigError, match="nothing to adapt to"):
-        decoder.adapt([], base)
-    sgd = TestTimeSGD(random_adapter(decoder.bundle.backbone.model, 2, 0), 1, 0.1)
-    with pytest.raises(ConfigError, match="answer is empty"):
-        decoder.adapt([replace(DEMONSTRATIONS[0], answer=" ")], sgd)
+def test_impossible_demonstrations_are_refused_by_name(decoder: TransformersDecoder) -> None:
+    with pytest.raises(ConfigError, match="answer of demonstration 1 is empty"):
+        rows_of(decoder, [DEMONSTRATIONS[0], replace(DEMONSTRATIONS[0], answer=" ")])
     long = replace(DEMONSTRATIONS[0], answer="a goat " * 600)
     with pytest.raises(ConfigError, match=r"demonstration 1 .* window of 1024"):
-        decoder.adapt([DEMONSTRATIONS[0], long], sgd)
-    with pytest.raises(ConfigError, match="passages are the string 'Orla keeps a goat.': give a tuple of strings"):
+        rows_of(decoder, [DEMONSTRATIONS[0], long])
+    with pytest.raises(ConfigError, match=r"passages are the string 'Orla keeps a goat.'"):
         Demonstration("Which pet does Orla keep?", "Orla keeps a goat.", "a goat")  # type: ignore[arg-type]

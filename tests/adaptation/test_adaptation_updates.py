@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
+from ctx_compress_rag.adaptation.adapt import identity, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter, projections
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import inner_products, matching_loss, norms, sgd
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError, UnreadableMarkerError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
@@ -39,8 +40,8 @@ def bundle(make_tiny_bundle: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def decoder(bundle: Any) -> AdaptiveDecoder:
-    return AdaptiveDecoder(bundle)
+def decoder(bundle: Any) -> TransformersDecoder:
+    return TransformersDecoder(bundle)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +88,10 @@ def _plain_sgd(bundle: Any, base: Adapter, demonstrations: Any, steps: int, rate
         }
 
 
-def test_the_target_is_a_plain_sgd_loops(decoder: AdaptiveDecoder, bundle: Any, base: Adapter) -> None:
+def test_the_target_is_a_plain_sgd_loops(decoder: TransformersDecoder, bundle: Any, base: Adapter) -> None:
     """Contexts of different sizes in one batch, each with the update that it has alone."""
     contexts = [DEMONSTRATIONS, QUESTIONS[:1]]
-    update = sgd(decoder, [decoder.rows(c) for c in contexts], base, steps=3, learning_rate=0.5)
+    update = sgd(decoder.bundle, [rows_of(decoder, c) for c in contexts], base, steps=3, learning_rate=0.5)
     change, adapted = update.change(), update.adapted()
     for number, context in enumerate(contexts):
         expected = _plain_sgd(bundle, base, context, steps=3, rate=0.5)
@@ -134,10 +135,12 @@ def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) 
 
 @pytest.mark.parametrize("layer", [None, 1])
 def test_hidden_states_are_the_end_tokens_means(
-    decoder: AdaptiveDecoder, bundle: Any, base: Adapter, layer: int | None
+    decoder: TransformersDecoder, bundle: Any, base: Adapter, layer: int | None
 ) -> None:
     merged = merged_copy(bundle.backbone.model, base)
-    pooled = pooled_states(decoder, [decoder.rows(DEMONSTRATIONS), decoder.rows(QUESTIONS[:2])], base, layer)
+    pooled = pooled_states(
+        decoder.bundle, [rows_of(decoder, DEMONSTRATIONS), rows_of(decoder, QUESTIONS[:2])], base, layer
+    )
     for row, context in zip(pooled, (DEMONSTRATIONS, QUESTIONS[:2]), strict=True):
         states = []
         for demonstration in context:
@@ -147,7 +150,7 @@ def test_hidden_states_are_the_end_tokens_means(
             states.append(all_layers[-1 if layer is None else layer][0, -1])
         torch.testing.assert_close(row, torch.stack(states).mean(0), atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="layer is 9, and the decoder has 2 layers"):
-        pooled_states(decoder, [decoder.rows(QUESTIONS)], base, 9)
+        pooled_states(decoder.bundle, [rows_of(decoder, QUESTIONS)], base, 9)
 
 
 def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
@@ -173,11 +176,11 @@ def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
     assert update.scale == 1.0 and update.rank == 3
 
 
-def test_calibrated_updates_start_at_their_targets_size(decoder: AdaptiveDecoder, base: Adapter) -> None:
-    contexts = [decoder.rows([d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
-    target = sgd(decoder, contexts, base, 1, 1e-3).change()
-    pooled = pooled_states(decoder, contexts, base)
-    predictor = PredictedUpdate.build(base, decoder, PREDICTOR).predictor
+def test_calibrated_updates_start_at_their_targets_size(decoder: TransformersDecoder, base: Adapter) -> None:
+    contexts = [rows_of(decoder, [d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
+    target = sgd(decoder.bundle, contexts, base, 1, 1e-3).change()
+    pooled = pooled_states(decoder.bundle, contexts, base)
+    predictor = PredictedUpdate.build(base, decoder.bundle, PREDICTOR).predictor
     predictor.calibrate(pooled, norms(target))
     read = (pooled - predictor.center) / predictor.spread
     torch.testing.assert_close(read.mean(0), torch.zeros(32), atol=1e-4, rtol=0)
@@ -187,16 +190,16 @@ def test_calibrated_updates_start_at_their_targets_size(decoder: AdaptiveDecoder
 
 
 def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
-    decoder: AdaptiveDecoder, bundle: Any, base: Adapter, tmp_path: Any
+    decoder: TransformersDecoder, bundle: Any, base: Adapter, tmp_path: Any
 ) -> None:
     """The predictor comes back to the same update, and the update loads in peft at twice the base's rank."""
     torch.manual_seed(1)
-    made = PredictedUpdate.build(base, decoder, PREDICTOR)
+    made = PredictedUpdate.build(base, decoder.bundle, PREDICTOR)
     made.save_pretrained(tmp_path / "predictor", "someone/decoder")
     loaded = PredictedUpdate.from_pretrained(tmp_path / "predictor", decoder)
-    assert loaded.config == PREDICTOR.model_copy(update={"fingerprint": decoder.fingerprint(None)})
-    one, two = (decoder.adapt(DEMONSTRATIONS, x).adapted.adapter for x in (made, loaded))
-    assert one is not None and two is not None and one.rank == 8
+    assert loaded.config == PREDICTOR.model_copy(update={"fingerprint": identity(bundle, None)})
+    one, two = (x.adapt(decoder, DEMONSTRATIONS) for x in (made, loaded))
+    assert one.rank == 8
     assert all(torch.equal(one.b[n], two.b[n]) and torch.equal(one.a[n], two.a[n]) for n in one.a)
     assert not any(t.requires_grad for t in (*one.a.values(), *one.b.values()))
     one.save_pretrained(tmp_path / "peft")
@@ -206,7 +209,7 @@ def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
     backbone = Backbone(architectures.model("Llama"), bundle.tokenizer)
-    other = AdaptiveDecoder(Bundle(bundle.config, backbone, bundle.compressor, bundle.reader))
+    other = TransformersDecoder(Bundle(bundle.config, backbone, bundle.compressor, bundle.reader))
     with pytest.raises(BundleError, match="another decoder"):
         PredictedUpdate.from_pretrained(tmp_path / "predictor", other)
     (tmp_path / "predictor" / "config.json").write_text('{"inner_steps": -1}')
@@ -226,13 +229,13 @@ def test_a_marker_of_another_store_is_not_compressed_as_if_it_were_a_passage(bun
 def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Adapter, tmp_path: Any) -> None:
     """Marked at its own ratio, all of them: another one, and text, are named beside its own."""
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
-        decoder = AdaptiveDecoder(bundle, store)
+        decoder = TransformersDecoder(bundle, store)
         at = {ratio: [d.marked(store, ratio) for d in DEMONSTRATIONS] for ratio in (4, 8)}
-        update = PredictedUpdate.build(base, decoder, PREDICTOR.model_copy(update={"ratio": 8}))
-        assert decoder.adapt(at[8], update).adapted.adapter is not None
+        update = PredictedUpdate.build(base, decoder.bundle, PREDICTOR.model_copy(update={"ratio": 8}))
+        update.adapt(decoder, at[8])
         first, *_ = at[8]
         with pytest.raises(ConfigError, match="soft contexts of ratio 8, and those of demonstration 0 are text: give"):
-            decoder.adapt([replace(first, passages=()), *at[8][1:]], update)
+            update.adapt(decoder, [replace(first, passages=()), *at[8][1:]])
         mixed = replace(first, passages=(first.passages[0], DEMONSTRATIONS[0].passages[1]))
         four = "soft contexts of ratio 4"
         for demonstrations, number, what in (
@@ -242,11 +245,11 @@ def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Ad
         ):
             named = f"passages are soft contexts of ratio 8, and those of demonstration {number} are {what}"
             with pytest.raises(ConfigError, match=named):
-                decoder.adapt(demonstrations, update)
+                update.adapt(decoder, demonstrations)
         asked = replace(DEMONSTRATIONS[1], question=f"What of {at[4][1].passages[0]}?")
         with pytest.raises(ConfigError, match=f"passages are text, and those of demonstration 1 are .*{four}"):
-            reads_text = PredictedUpdate.build(base, decoder, PREDICTOR)
-            decoder.adapt([DEMONSTRATIONS[0], asked, DEMONSTRATIONS[2]], reads_text)
+            reads_text = PredictedUpdate.build(base, decoder.bundle, PREDICTOR)
+            reads_text.adapt(decoder, [DEMONSTRATIONS[0], asked, DEMONSTRATIONS[2]])
 
 
 def _update_alone(both: Adapter, base_rank: int) -> Adapter:

@@ -18,13 +18,14 @@ from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.run import SystemScore, evaluate, verdict
 from benchmarks.adaptation.systems import BaseAdapter, Recipes, System, TestTimeSGD, mean_over
 from benchmarks.timing.phases import count_flops
+from ctx_compress_rag.adaptation.adapt import adapted, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.generation import Sampling
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.statistics import Interval
@@ -54,7 +55,7 @@ def test_shipped_recipes_belong_together(where: str) -> None:
     assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == len(recipes.files)
 
 
-def test_baselines_read_what_the_paper_says(trained: Path, adaptive: AdaptiveDecoder) -> None:
+def test_baselines_read_what_the_paper_says(trained: Path, adaptive: TransformersDecoder) -> None:
     """Few-shot: the demonstrations as earlier turns. Prompt tuning: the trained vectors before the prompt."""
     systems = {system.name: system for system in Recipes.find(trained / "recipes").systems(adaptive)}
     episode = Episode("task", tuple(DEMONSTRATIONS), QUESTIONS[0])
@@ -74,7 +75,7 @@ def test_baselines_read_what_the_paper_says(trained: Path, adaptive: AdaptiveDec
 # Costs
 
 
-def test_flops_are_those_of_the_matrix_products(adaptive: AdaptiveDecoder) -> None:
+def test_flops_are_those_of_the_matrix_products(adaptive: TransformersDecoder) -> None:
     """Counted by hand for one demonstration: weights twice per token, attention, factors, the predictor."""
     model = adaptive.bundle.backbone.model
     base = random_adapter(model, 4, seed=3)
@@ -84,14 +85,14 @@ def test_flops_are_those_of_the_matrix_products(adaptive: AdaptiveDecoder) -> No
     def flops(adaptation: Any) -> tuple[int, int]:
         return count_flops(phases(adaptive, System("it", adaptation), episode, one))
 
-    [row] = adaptive.rows(episode.support)
+    [row] = rows_of(adaptive, episode.support)
     tokens, width, layers = len(row.answers), 32, 2
     linear = sum(m.weight.numel() for n, m in model.model.named_modules() if n.endswith("_proj"))
     attention = layers * 2 * 2 * tokens * tokens * width
     factors = 2 * tokens * sum(t.numel() for t in (*base.a.values(), *base.b.values()))
     forward = 2 * tokens * linear + attention + factors
     config = PredictorConfig(inner_steps=1, inner_learning_rate=0.1, demonstrations=1, hidden=8, code=4)
-    update = PredictedUpdate.build(base, adaptive, config)
+    update = PredictedUpdate.build(base, adaptive.bundle, config)
     predictor = 2 * sum(p.numel() for p in update.predictor.parameters() if p.ndim == 2)
     assert flops(BaseAdapter(base))[0] == 0
     assert flops(update)[0] == pytest.approx(forward + predictor, rel=0.02)
@@ -99,7 +100,9 @@ def test_flops_are_those_of_the_matrix_products(adaptive: AdaptiveDecoder) -> No
     assert steps[2] == 2 * steps[1] and steps[5] == 5 * steps[1]
     assert 1.8 * forward < steps[1] < 3.5 * forward
     answered, plain = flops(BaseAdapter(base))[1], flops(BaseAdapter(None))[1]
-    prompt = len(adaptive.rows([episode.query])[0].answers) - int(adaptive.rows([episode.query])[0].answers.sum())
+    prompt = len(rows_of(adaptive, [episode.query])[0].answers) - int(
+        rows_of(adaptive, [episode.query])[0].answers.sum()
+    )
     assert answered - plain == factors // tokens * prompt
 
 
@@ -125,7 +128,7 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_the_command_trains_and_scores(
-    tmp_path: Path, bundle_folder: Path, adaptive: AdaptiveDecoder, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, bundle_folder: Path, adaptive: TransformersDecoder, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
@@ -156,9 +159,9 @@ def test_the_command_trains_and_scores(
         return list(json.loads(file.read_text())["answers"])
 
     def asked(episode: Episode, adaptation: Any, **changes: Any) -> str:
-        adapted = adaptive.adapt(episode.support, adaptation)
+        changed = adapted(adaptive, adaptation.adapt(adaptive, episode.support))
         chat = replace(episode.query, **changes).chat()
-        return adapted.generate([chat], Sampling(max_new_tokens=4))[0].text.strip()
+        return changed.generate([chat], Sampling(max_new_tokens=4))[0].text.strip()
 
     ways = {"base adapter": BaseAdapter(base), "RAG-GD, K=2": update, "TT-SGD, K=2": TestTimeSGD(base, 2, 0.5)}
     for name, adaptation in ways.items():
@@ -171,7 +174,7 @@ def test_the_command_trains_and_scores(
         assert set(score["by_task"]) == {e.task for e in episodes}
 
     # Controls: no passages; the mean update; another task's demonstrations; the demonstrations' ending.
-    updates = [update.adapt(adaptive, episode.support).adapter for episode in episodes]
+    updates = [update.adapt(adaptive, episode.support) for episode in episodes]
     mean = mean_over(update, adaptive, [episode.support for episode in episodes]).base
     for name in base.a:  # changes of weights, the base's among them
         change = sum(a.b[name] @ a.a[name] for a in updates) / 6

@@ -12,7 +12,6 @@ import benchmarks.adaptation.hypertuning
 import benchmarks.adaptation.prompt_tuning  # noqa: F401 - they register stages of the recipes below
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.adapter import Adapter, projections
-from ctx_compress_rag.adaptation.decoder import AdaptiveDecoder
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.training.run import run_recipe
@@ -53,9 +52,9 @@ def drawn(shapes: Any, rank: int, generator: torch.Generator, size: float, scale
 
 def save_predictor(bundle: Any, folder: Path, ratio: int | None = None) -> Path:
     """A predictor of random weights, whose updates are large enough to change answers."""
-    decoder, config = AdaptiveDecoder(bundle), PREDICTOR.model_copy(update={"ratio": ratio})
+    config = PREDICTOR.model_copy(update={"ratio": ratio})
     torch.manual_seed(3)
-    made = PredictedUpdate.build(random_adapter(bundle.backbone.model, 4, seed=8), decoder, config)
+    made = PredictedUpdate.build(random_adapter(bundle.backbone.model, 4, seed=8), bundle, config)
     with torch.no_grad():
         for parameter in made.predictor.parameters():
             parameter.normal_(std=0.5)

@@ -28,11 +28,11 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
-from ctx_compress_rag.adaptation.llm import AdaptableLLM
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.frameworks.llm import DecoderLLM
 from llama_index.llms.ctx_compress.structured import schema_of
 
 _ROLES = {
@@ -48,7 +48,7 @@ _Options = dict[str, Any] | None
 _END = object()
 
 
-class CompressedContextLLM(AdaptableLLM, LLM):
+class CompressedContextLLM(DecoderLLM, LLM):
     """The decoder of a store's bundle, which reads prompts in which markers stand for stored passages.
 
     If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message
@@ -60,9 +60,6 @@ class CompressedContextLLM(AdaptableLLM, LLM):
     The options are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`, which also says what is raised; those of
     sampling can be given per call: `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
     `response.logprobs[i]` has the log-probability of token `i` first, then those of the likeliest others.
-
-    Args:
-        predictor: folder of the update predictor that `adapt` uses.
 
     Raises:
         ConfigError: besides, a message holds something other than text, or `max_tokens` cut a JSON answer.

@@ -1,0 +1,194 @@
+"""Adapted decoders: they share the original's weights, and have an adapter of their own on top."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.adaptation.adapter import Adapter, applied
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.frameworks.llm import DecoderLLM
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.store.marker import Marker
+from ctx_compress_rag.text.chat import answer_ids
+
+LLM = TypeVar("LLM", bound=DecoderLLM)
+
+
+class Adaptation(ABC):
+    """A way to make a decoder follow demonstrations. RAG-GD is one, and so are its baselines."""
+
+    @abstractmethod
+    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
+        """The adapter that these demonstrations call for; None changes nothing.
+
+        Args:
+            decoder: an unadapted decoder, which stays as it is.
+            demonstrations: one or more.
+        """
+
+
+def adapt(
+    llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptation, *, ratio: int | None = None
+) -> LLM:
+    """An LLM that answers as the demonstrations do (RAG-GD); `llm` stays unchanged.
+
+    All LLMs adapted from one share its weights in memory, and may be used side by side in threads. The adapter is
+    `adapted.decoder.bundle.adapter`, which `save_pretrained` writes as an ordinary peft adapter.
+
+    Args:
+        llm: of either framework; adapting an adapted one starts again from the original.
+        demonstrations: solved examples: question, passages, answer.
+        adaptation: a way to adapt, such as `PredictedUpdate.from_pretrained(folder, llm.decoder)`.
+        ratio: read the demonstrations' passages as soft contexts of the store with this many source tokens per slot
+            (missing ones are compressed); None reads them as they are, texts or markers.
+
+    Raises:
+        ConfigError: there are no demonstrations, an answer is empty, a demonstration is longer than the model's window,
+            or the decoder runs in a server.
+    """
+    if not demonstrations:
+        raise ConfigError("there is nothing to adapt to: give one demonstration or more")
+    decoder = with_adapter(llm, None).decoder
+    with llm.in_scope():
+        if ratio is not None:
+            demonstrations = [demonstration.marked(llm.store, ratio) for demonstration in demonstrations]
+        return with_adapter(llm, adaptation.adapt(decoder, demonstrations))
+
+
+def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
+    """An LLM with an adapter of its decoder's Q/K/V projections in place of its own; `llm` stays unchanged.
+
+    Raises:
+        ConfigError: the decoder runs in a server.
+    """
+    if llm.server is not None:
+        raise ConfigError(f"the decoder runs in the server at {llm.server}: adapt one in this process (server=None)")
+    return llm.with_decoder(adapted(llm.decoder, adapter))
+
+
+def adapted(decoder: TransformersDecoder, adapter: Adapter | None) -> TransformersDecoder:
+    """The decoder with an adapter in place of its own; None: as it was before it was adapted. Both share the model."""
+    bundle: PlainDecoder = decoder.bundle
+    if isinstance(bundle, AdaptedDecoder | AdaptedBundle):
+        bundle = bundle.original
+    if adapter is not None:
+        bundle = AdaptedBundle(bundle, adapter) if isinstance(bundle, Bundle) else AdaptedDecoder(bundle, adapter)
+    return TransformersDecoder(
+        bundle,
+        decoder.store,
+        on_unreadable=decoder.on_unreadable,
+        batch_size=decoder.batch_size,
+        max_prompt_tokens=decoder.max_prompt_tokens,
+    )
+
+
+class AdaptedDecoder(PlainDecoder):
+    """A decoder that reads text with an adapter.
+
+    Attributes:
+        original: the decoder without it.
+        adapter: the change.
+    """
+
+    def __init__(self, original: PlainDecoder, adapter: Adapter) -> None:
+        super().__init__(original.backbone, original.decoder_name, original.separator, original.answer_prefix)
+        self.original = original
+        self.adapter = adapter
+
+    def text_decoder(self) -> AbstractContextManager[Any]:
+        return opened(self.original, self.adapter)
+
+
+class AdaptedBundle(Bundle):
+    """A bundle whose decoder reads text and slots with an adapter; attributes as those of `AdaptedDecoder`."""
+
+    def __init__(self, original: Bundle, adapter: Adapter) -> None:
+        super().__init__(original.config, original.backbone, original.compressor, original.reader, original.report)
+        self.original = original
+        self.adapter = adapter
+
+    @property
+    def fingerprint(self) -> str:
+        """The original's: the adapter does not change slots."""
+        return self.original.fingerprint
+
+    def text_decoder(self) -> AbstractContextManager[Any]:
+        return opened(self.original, self.adapter)
+
+    def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        return opened(self.original, self.adapter, slot_mask)
+
+
+@contextmanager
+def opened(decoder: PlainDecoder, adapter: Adapter | None, slot_mask: Tensor | None = None) -> Iterator[Any]:
+    """Lock a decoder's transformers model for this thread, with an adapter on top.
+
+    Args:
+        decoder: the decoder, or the bundle that reads the slots.
+        adapter: the adapter; None changes nothing.
+        slot_mask: bool (batch, length), True at the prompts' slots; None: the prompts are plain text.
+    """
+    if slot_mask is not None and isinstance(decoder, Bundle):
+        reading = decoder.soft_decoder(slot_mask)
+    else:
+        reading = decoder.text_decoder()
+    with reading as model, applied(model, adapter):
+        yield model
+
+
+def identity(decoder: PlainDecoder, ratio: int | None) -> str:
+    """64 hex digits that identify what updates are made for: the bundle if passages are slots, else the decoder.
+
+    Fine-tuning the decoder changes it, and so does a bundle that holds a copy of it in half precision, or a teacher,
+    which reads its text.
+    """
+    return decoder.weights_digest if ratio is None else decoder.fingerprint
+
+
+def rows_of(decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+    """The demonstrations, with their answers, as a decoder reads them.
+
+    Raises:
+        ConfigError: an answer is empty, or a demonstration is longer than the model's window.
+        MissingPassageError, PayloadError: a marker's slots cannot be read.
+    """
+    tokenizer, window = decoder.bundle.tokenizer, decoder.bundle.backbone.window
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("this decoder's tokenizer has no end token, which adapting needs: use another decoder")
+    rows = []
+    chats = [demonstration.chat() for demonstration in demonstrations]
+    for number, (prompt, shown) in enumerate(zip(decoder.prepare(chats), demonstrations, strict=True)):
+        if not shown.answer.strip():
+            raise ConfigError(f"the answer of demonstration {number} is empty: give the answer as it should be")
+        row = prompt.then(torch.tensor([*answer_ids(tokenizer, shown.answer), tokenizer.eos_token_id]))
+        if window is not None and row.length > window:
+            raise ConfigError(
+                f"demonstration {number} has {row.length} tokens, more than the model's window of {window}: "
+                "give it fewer or shorter passages"
+            )
+        rows.append(row)
+    return rows
+
+
+def ratios_of(decoder: TransformersDecoder, demonstration: Demonstration) -> set[int | None]:
+    """The ratios of a demonstration's passages; None stands for text."""
+    store = decoder.store
+
+    def of(text: str) -> set[int | None]:
+        parts = [] if store is None else store.split(text)
+        return {store.base_ratio * part.factor for part in parts if store and isinstance(part, Marker)}
+
+    found = of(demonstration.question)
+    for passage in filter(str.strip, demonstration.passages):
+        found |= of(passage) or {None}
+    return found

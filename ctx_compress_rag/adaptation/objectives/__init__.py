@@ -1,1 +1,0 @@
-"""The losses for training adaptations."""
