@@ -13,7 +13,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from benchmarks.crashes.words import WordBundle, passage
 from ctx_compress_rag.errors import CtxCompressError, StoreError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.chroma import Chroma
+from ctx_compress_rag.store.collection import Collection
 from ctx_compress_rag.store.connect import connect
 
 logger = logging.getLogger(__name__)
@@ -60,28 +60,26 @@ def in_child(work: Callable[[], Any], seconds: float = 120) -> tuple[int, Any]:
 
 def save(folder: Path, passages: dict[str, str], store: SoftContextStore) -> None:
     """As an app does it: vectors first, then soft contexts."""
-
-    def write(client: Chroma) -> None:
-        records = client.find(COLLECTION) or client.create(COLLECTION, None, {"of": "an app"})
-        rows: list[dict[str, Any]] = [{"n": 1} for _ in passages]
-        records.upsert(list(passages), [[1.0, 0.0]] * len(passages), rows, list(passages.values()))
-
-    connect(folder, COLLECTION).write(write)
+    with closing(connect(folder)) as place:
+        vectors, rows = [[1.0, 0.0]] * len(passages), [{"n": 1}] * len(passages)
+        Collection(place, COLLECTION).upsert(list(passages), vectors, rows, list(passages.values()))
     store.add(list(passages.values()), list(passages), progress=False)
 
 
 def drop(folder: Path, ids: Sequence[str], store: SoftContextStore) -> None:
     """Soft contexts first, then vectors."""
     store.delete(ids)
-    connect(folder, COLLECTION).write(lambda client: client.create(COLLECTION, None, {"of": "an app"}).delete(ids))
+    with closing(connect(folder)) as place:
+        Collection(place, COLLECTION).delete(ids)
 
 
-def retrievable(client: Chroma | None) -> dict[str, str]:
+def retrievable(folder: Path) -> dict[str, str]:
     """The app's passages by id; one whose text Chroma lost is no passage any more."""
-    records = client.find(COLLECTION) if client else None
-    if records is None:
-        raise StoreError("the database is gone")
-    return {id: text for id, (text, _) in records.texts(records.ids()).items() if text is not None}
+    with closing(connect(folder)) as place:
+        records = Collection(place, COLLECTION)
+        if not records.count():
+            raise StoreError("the database is gone")
+        return {id: text for id, (text, _) in records.texts(records.ids()).items() if text is not None}
 
 
 def make(folder: Path) -> None:
@@ -105,7 +103,7 @@ def look(folder: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     bundle = WordBundle()
     with SoftContextStore(folder, bundle, key=KEY) as store:
-        there = connect(folder, COLLECTION).read(retrievable)
+        there = retrievable(folder)
         ids, texts = list(there), list(there.values())
         shown = mark(store, texts, ids, ratio=8, on_missing="text")
         for text, each in zip(texts, shown, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,8 +21,8 @@ def backup(
     Others may write to it meanwhile. The copy contains the key and is used as it is.
     """
     from ctx_compress_rag.indexing.index import check_there
-    from ctx_compress_rag.store.connect import back_up
+    from ctx_compress_rag.store.place import Folder
 
     check_there(store)
-    back_up(store, target)
+    Folder(Path(store)).back_up(Path(target))
     print(f"{store} copied to {target}")

@@ -8,31 +8,28 @@ under the same ids.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
-from ctx_compress_rag.store.chroma import Chroma, Records, Row, pages
 from ctx_compress_rag.store.chroma_internals import has_database
-from ctx_compress_rag.store.connect import Connection, check_name, connect
+from ctx_compress_rag.store.collection import Collection, Row, pages
+from ctx_compress_rag.store.connect import check_name, connect
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.passage import passage_batches
+from ctx_compress_rag.store.place import Place
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
-
-T = TypeVar("T")
 
 COLLECTION = "passages"
 BUNDLE_KEY = "ctx_bundle"
@@ -71,6 +68,27 @@ class Hit:
     similarity: float
 
 
+class PassageCollection(Collection):
+    """The collection `passages`."""
+
+    def check(self, metadata: Row) -> None:
+        """See `Collection.check`."""
+        if BUNDLE_KEY not in metadata:
+            raise StoreError(
+                f"the collection {self.name!r} in {self.place.where} was not made by `ctx-compress index`: choose "
+                "another folder, or put soft contexts beside it with SoftContextStore"
+            )
+
+    def made_with(self) -> tuple[str | None, str]:
+        """The addresses of bundle and embedder that the index was made with; no bundle if there is none."""
+        about = self.metadata()
+        return about.get(BUNDLE_KEY), str(about.get(EMBEDDER_KEY, PACKAGED))
+
+    def all_rows(self) -> dict[str, Row]:
+        """The metadata of all passages, by id."""
+        return self.rows(self.ids())
+
+
 class PassageIndex:
     """Passages to retrieve, and their soft contexts. Open one with `open_index`.
 
@@ -81,12 +99,14 @@ class PassageIndex:
         embedder: the sentence encoder that passages and questions are compared with.
     """
 
-    def __init__(self, folder: str, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
+    def __init__(self, folder: str | Place, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
         self.bundle = bundle
         self.embedder = embedder
-        self.store = SoftContextStore(folder, bundle, collection=COLLECTION, codec=codec)
-        self._connection = connect(folder, COLLECTION)
         self.bundle_name = bundle_name
+        place = connect(folder)
+        self.store = SoftContextStore(place, bundle, collection=COLLECTION, codec=codec)
+        about = {BUNDLE_KEY: bundle_name, EMBEDDER_KEY: embedder}
+        self._passages = PassageCollection(place, COLLECTION, _COSINE, about)
 
     def add(self, passages: Iterable[Passage]) -> Iterator[Added]:
         """Store the passages that are missing; yield counts, batch by batch, once a batch is on disk.
@@ -105,7 +125,7 @@ class PassageIndex:
                 texts = [passage.text for passage in batch.values()]
                 vectors: Any = passage_vectors(texts, self.embedder)
                 metadatas = [dict(passage.metadata) for passage in batch.values()]
-                self._write(partial(Records.upsert, ids=list(batch), embeddings=vectors, rows=metadatas, texts=texts))
+                self._passages.upsert(list(batch), vectors, metadatas, texts)
                 self.store.add(batch.values(), progress=False)
                 yield Added(len(batch), 0)
 
@@ -113,7 +133,7 @@ class PassageIndex:
         """The passages without a vector or a soft context."""
         ids = [str(passage.id) for passage in passages]
         compressed = self.store.has([passage.text for passage in passages], ids)
-        found = set(_read(self._connection, partial(Records.existing, ids=ids)) or [])
+        found = set(self._passages.existing(ids))
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
     def restore_vectors(self) -> list[str]:
@@ -121,22 +141,13 @@ class PassageIndex:
 
         Chroma's index may have lost them if a process was killed while it wrote.
         """
-        restored: list[str] = []
-        vector = _read(self._connection, Records.some_vector)
-        for ids in pages(_read(self._connection, Records.ids) or []):
-            lost: Sequence[str] | None = ids
-            if vector is not None:
-                lost = _read(self._connection, partial(Records.unsearchable, ids=ids, vector=vector))
-            stored = _read(self._connection, partial(Records.texts, ids=lost)) if lost else None
-            found = {id: each for id, each in (stored or {}).items() if each[0]}
-            if not found:
-                continue
-            texts = [str(text) for text, _ in found.values()]
+        lost = self._passages.unsearchable()
+        for ids in pages(lost):
+            found = {id: (str(text), row) for id, (text, row) in self._passages.texts(ids).items() if text}
+            texts = [text for text, _ in found.values()]
             vectors: Any = passage_vectors(texts, self.embedder)
-            rows = [row for _, row in found.values()]
-            self._write(partial(Records.upsert, ids=list(found), embeddings=vectors, rows=rows, texts=texts))
-            restored += found
-        return restored
+            self._passages.upsert(list(found), vectors, [row for _, row in found.values()], texts)
+        return lost
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove passages from both collections."""
@@ -144,12 +155,11 @@ class PassageIndex:
             return
         # Soft contexts first: what is left after an interruption is still listed by `sources`.
         self.store.delete(ids)
-        for part in pages(ids):
-            self._write(partial(Records.delete, ids=part))
+        self._passages.delete(ids)
 
     def sources(self, root: str) -> dict[str, str]:
         """The source of every passage from `root`, by id."""
-        rows = _rows(self._connection)
+        rows = self._passages.all_rows()
         return {id: str(row["source"]) for id, row in rows.items() if row.get("root") == root and "source" in row}
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
@@ -166,34 +176,24 @@ class PassageIndex:
         vectors = question_vectors(questions, self.embedder)
         count = len(self)
         if not count:
-            raise StoreError(f"{self._connection.where} holds no passages: run `ctx-compress index` first")
-        found = _read(self._connection, partial(Records.query, vectors=vectors, k=min(k, count)))
+            raise StoreError(f"{self._passages.place.where} holds no passages: run `ctx-compress index` first")
         return [
             [Hit(id, text, str(row.get("source")), 1 - distance) for id, text, row, distance in hits]
-            for hits in found or []
+            for hits in self._passages.query(vectors, min(k, count))
         ]
 
     def __len__(self) -> int:
-        return _read(self._connection, Records.count) or 0
+        return self._passages.count()
 
     def close(self) -> None:
         """Close the engine."""
         self.store.close()
-        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _write(self, work: Callable[[Records], None]) -> None:
-        about = {BUNDLE_KEY: self.bundle_name, EMBEDDER_KEY: self.embedder}
-
-        def found(client: Chroma) -> None:
-            work(_find(client) or client.create(COLLECTION, _COSINE, about))
-
-        self._connection.write(found)
 
 
 def open_index(
@@ -229,8 +229,8 @@ def open_index(
     check_there(folder, create)
     if embedder:
         load_embedder(embedder)  # refuse a missing one before a folder is made
-    with closing(connect(str(folder), COLLECTION)) as connection:
-        recorded, made_with = _made_with(connection)
+    with closing(connect(str(folder))) as place:
+        recorded, made_with = PassageCollection(place, COLLECTION).made_with()
     asked = embedder and _lasting(embedder)
     if recorded and asked not in (None, made_with):
         raise StoreError(
@@ -263,10 +263,10 @@ def inspect_index(folder: str | Path) -> IndexInfo:
     Raises:
         StoreError: there is no index, or nothing in it.
     """
-    with _recorded(folder) as (connection, store):
-        rows = _rows(connection)
+    with _recorded(folder) as (passages, store):
+        rows = passages.all_rows()
         files = {(row.get("root"), row.get("source")) for row in rows.values()}
-        name, embedder = _made_with(connection)
+        name, embedder = passages.made_with()
         orphans = sorted(set(store.ids(DEFAULT_SCOPE)) - rows.keys()) if name else []
         return IndexInfo(store.info(), name or store.bundle.config.name, embedder, len(files), orphans)
 
@@ -280,21 +280,21 @@ def prune(folder: str | Path) -> list[str]:
 
 
 @contextmanager
-def _recorded(folder: str | Path) -> Iterator[tuple[Connection, SoftContextStore]]:
+def _recorded(folder: str | Path) -> Iterator[tuple[PassageCollection, SoftContextStore]]:
     """The passages of an index, and its store without a bundle, which can be inspected but cannot compress."""
     check_there(folder)
-    with closing(connect(str(folder), COLLECTION)) as connection:
-        records = connection.read(lambda client: client.find(connection.collection) if client else None)
-        if records is None:
+    with closing(connect(str(folder))) as place:
+        passages = PassageCollection(place, COLLECTION)
+        about = Collection(place, f"{COLLECTION}-ctx").metadata()
+        if not about:
             raise StoreError(
-                f"{connection.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
+                f"{place.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
                 "describes an app's own collection"
             )
-        about = records.metadata
         config = SimpleNamespace(name=about.get("bundle"), base_ratio=about.get("base_ratio"))
         bundle: Any = SimpleNamespace(config=config, compressor=Reading(), fingerprint=str(about.get("fingerprint")))
-        with SoftContextStore(str(folder), bundle, collection=COLLECTION) as store:
-            yield connection, store
+        with SoftContextStore(place, bundle, collection=COLLECTION) as store:
+            yield passages, store
 
 
 def check_there(folder: str | Path, create: bool = False) -> None:
@@ -303,41 +303,6 @@ def check_there(folder: str | Path, create: bool = False) -> None:
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not has_database(Path(folder)):
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
-
-
-def _find(client: Chroma | None) -> Records | None:
-    """The client's collection of passages; None if there is none."""
-    records = client.find(COLLECTION) if client else None
-    if records and BUNDLE_KEY not in records.metadata:
-        raise StoreError(
-            f"the collection {COLLECTION!r} in {records.where} was not made by `ctx-compress index`: choose another "
-            "folder, or put soft contexts beside it with SoftContextStore"
-        )
-    return records
-
-
-def _read(connection: Connection, work: Callable[[Records], T]) -> T | None:
-    """What `work` returns for the collection of passages; None if there is none."""
-
-    def found(client: Chroma | None) -> T | None:
-        records = _find(client)
-        return work(records) if records else None
-
-    return connection.read(found)
-
-
-def _rows(connection: Connection) -> dict[str, Row]:
-    """The metadata of all passages, by id."""
-    rows: dict[str, Row] = {}
-    for ids in pages(_read(connection, Records.ids) or []):
-        rows |= _read(connection, partial(Records.rows, ids=ids)) or {}
-    return rows
-
-
-def _made_with(connection: Connection) -> tuple[str | None, str]:
-    """The addresses of bundle and embedder that an index was made with; no bundle if there is none."""
-    about: Row = _read(connection, attrgetter("metadata")) or {}
-    return about.get(BUNDLE_KEY), str(about.get(EMBEDDER_KEY, PACKAGED))
 
 
 def _lasting(address: str) -> str:

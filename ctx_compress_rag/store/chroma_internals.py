@@ -9,6 +9,7 @@ import chromadb
 from chromadb.api import ClientAPI
 from chromadb.api.client import Client
 from chromadb.api.shared_system_client import SharedSystemClient
+from chromadb.config import Settings
 
 from ctx_compress_rag.errors import StoreError
 
@@ -22,16 +23,26 @@ def has_database(folder: Path) -> bool:
     return os.path.exists(folder / _DATABASE)  # Path.exists raises if this user may not look there
 
 
-def open_engine(path: str, tenant: str, database: str) -> ClientAPI:
-    """An engine on a folder; raises whatever Chroma raises."""
+def open_engine(folder: Path, tenant: str, database: str) -> Client:
+    """An engine of its own on a folder; raises whatever Chroma raises."""
     global _opened
     _opened = True
+    # Chroma shares an engine among clients that spell a path the same way: a spelling that nobody uses gives an engine
+    # that can be closed while the app's own clients are open.
+    path = f"{folder}{os.sep}."
+    while path in SharedSystemClient._identifier_to_system:
+        path += f"{os.sep}."
     try:
-        return chromadb.PersistentClient(path, tenant=tenant, database=database)
+        return chromadb.PersistentClient(path, tenant=tenant, database=database)  # type: ignore[return-value]
     except BaseException:
         # Chroma keeps an engine that failed to start, and would return it to the next caller (its issue 6499).
         SharedSystemClient._identifier_to_system.pop(path, None)
         raise
+
+
+def settings_of(opened: ClientAPI | chromadb.Collection) -> Settings:
+    """The settings of a client, or of a collection's."""
+    return opened._client._system.settings if isinstance(opened, chromadb.Collection) else opened.get_settings()
 
 
 def client_of(collection: chromadb.Collection) -> ClientAPI:

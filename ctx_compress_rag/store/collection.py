@@ -1,344 +1,312 @@
-"""The collection that holds a store's records."""
+"""A Chroma collection: whatever Chroma raises or answers becomes what was asked for, or a StoreError."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from ctx_compress_rag.errors import FingerprintMismatchError, MissingPassageError, PayloadError, StoreError, short_repr
-from ctx_compress_rag.store.chroma import Chroma, Records, Row, batches, pages
-from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
-from ctx_compress_rag.store.connect import Connection
-from ctx_compress_rag.store.key import Signer
-from ctx_compress_rag.store.marker import Marker, MarkerCodec
-from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, to_passages
-from ctx_compress_rag.store.record import Labels, Record, text_hash
-from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
+import chromadb
+import httpx
+from chromadb.api import ClientAPI
+from chromadb.errors import NotFoundError
+
+from ctx_compress_rag.errors import StoreError, short_repr
+from ctx_compress_rag.store.chroma_errors import explained
+from ctx_compress_rag.store.connect import connect
+from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
+from ctx_compress_rag.store.threads import shielded
 
 T = TypeVar("T")
+Row = dict[str, Any]
+"""The metadata of a record."""
 
-FORMAT = 3
-_WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
-_REMEMBERED = 100_000  # marker ids with record ids of 100 characters: 30 MB
-_EMBEDDING = [0.0]  # Chroma requires an embedding; one dimension costs least
-# Nobody searches the dummy embeddings, so the graph is as small as Chroma allows. Synchronizing every 100
-# records (not 1000) makes the first read after reopening 18-48 ms instead of 250-830 ms.
-_CONFIGURATION: Any = {
-    "hnsw": {"sync_threshold": 100, "batch_size": 100, "max_neighbors": 2, "ef_construction": 2, "ef_search": 2}
+Found = tuple[str, str, Row, float]
+"""A search result: id, document, metadata, distance."""
+
+PAGE = 250
+"""Records in one call: Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
+_KINDS: Any = {
+    "ids": str,
+    "documents": str | None,
+    "metadatas": Mapping | None,
+    "distances": float,
+    "embeddings": object,
 }
 
 
-class SoftContextCollection:
-    """The records of one bundle's soft contexts. Thread-safe.
+def pages(values: Sequence[T], size: int = PAGE) -> Iterator[Sequence[T]]:
+    """The values in order, `size` at a time."""
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
 
-    Created in Chroma at the first write: reading alone creates nothing.
+
+def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
+    """The values in order, at most `PAGE` at a time, with sizes of at most `limit` together; a larger one alone."""
+    batch: dict[str, T] = {}
+    total = 0
+    for key, value in values.items():
+        if batch and (len(batch) == PAGE or total + size(value) > limit):
+            yield batch
+            batch, total = {}, 0
+        batch[key] = value
+        total += size(value)
+    if batch:
+        yield batch
+
+
+class Collection:
+    """The records of a collection, which is created at the first write: reading alone creates nothing. Thread-safe.
 
     Args:
-        connection: where it is.
-        bundle: the bundle whose soft contexts it holds.
-        key: what records and markers are signed with.
-        codec: the codec for a new collection, None for the default; an existing one keeps its own.
-        ratio: source tokens per slot in a new collection, None for the bundle's base ratio; an existing one
-            keeps its own.
-        timeout: seconds that a write waits for other processes' writes.
-        read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer.
-
-    Raises:
-        FingerprintMismatchError, StoreError: see SoftContextStore.
+        place: where it is.
+        name: its name.
+        configuration: Chroma's configuration of a new one.
+        metadata: the metadata of a new one.
+        lock_timeout: seconds that a write waits for a folder's lock.
+        read_timeout: seconds that a read waits for a folder's lock, and as many for Chroma's answer.
     """
 
     def __init__(
         self,
-        connection: Connection,
-        bundle: Compresses,
-        key: Signer,
-        codec: str | None,
-        ratio: int | None,
-        timeout: float,
-        read_timeout: float,
+        place: Place,
+        name: str,
+        configuration: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        lock_timeout: float = DEFAULT_TIMEOUT,
+        read_timeout: float = READ_TIMEOUT,
     ) -> None:
-        self.connection = connection
-        self._bundle = bundle
-        self.key = key
-        self._codec_asked = None if codec is None else check_codec(codec)
-        self._ratio_asked = ratio
-        self._timeout, self._read_timeout = timeout, read_timeout
+        self.place, self.name = place, name
+        self._new = {"configuration": configuration, "metadata": metadata}
+        self._lock_timeout, self._read_timeout = lock_timeout, read_timeout
         self._pid: int | None = os.getpid()
-        self._found: tuple[Chroma, Records] | None = None
-        self._about: Row = {}
-        # Lookups by marker: with 50,000 records, one by field takes 12 ms, by ids 0.5 ms. Most markers are read by the
-        # process that wrote them.
-        self._ids_by_marker: dict[str, str] = {}
-        try:
-            self.count()
-        except BaseException:
-            connection.close()
-            raise
+        self._known: tuple[ClientAPI, chromadb.Collection] | None = None
 
-    @property
-    def codec(self) -> str:
-        """Name of the codec that payloads are written with."""
-        return str(self._about.get("codec") or self._codec_asked or DEFAULT_CODEC)
+    def check(self, metadata: Row) -> None:
+        """Raise an error unless the metadata are those of a collection of this kind."""
 
-    @property
-    def ratio(self) -> int:
-        """Source tokens per slot."""
-        return int(self._about.get("base_ratio") or self._ratio_asked or self._bundle.config.base_ratio)
+    @shielded
+    def metadata(self) -> Row:
+        """The collection's metadata; none before the first write."""
+        with self._reading() as found:
+            return {} if found is None else self._metadata(found)
 
-    @property
-    def signer(self) -> MarkerCodec:
-        """What signs markers and records."""
-        return self.key.codec(self._bundle.fingerprint)
-
-    def ids(self) -> list[str]:
-        """All ids."""
-        return self._read(Records.ids, [])
-
+    @shielded
     def count(self) -> int:
         """How many records there are."""
-        return self._read(Records.count, 0)
+        with self._reading() as found:
+            count = 0 if found is None else self._ask(found.count)
+            if type(count) is not int or count < 0:
+                raise self._odd(f"{short_repr(count)} as a count")
+            return count
 
-    def info(self) -> StoreInfo:
-        """What there is; damaged records do not count."""
-        records = slots = tokens = payload_size = 0
-        for ids in pages(self.ids()):
-            for row in self.rows(ids).values():
-                each, stand_for, payload = row.get("slots"), row.get("tokens"), row.get("payload")
-                if isinstance(each, int) and isinstance(stand_for, int) and isinstance(payload, str):
-                    records, slots, tokens = records + 1, slots + each, tokens + stand_for
-                    payload_size += payload_bytes(payload)
-        return StoreInfo(
-            location=self.connection.where,
-            collection=self.connection.collection,
-            bundle=self._bundle.config.name,
-            fingerprint=self._bundle.fingerprint,
-            codec=self.codec,
-            base_ratio=self.ratio,
-            passages=records,
-            slots=slots,
-            source_tokens=tokens,
-            payload_bytes=payload_size,
-            disk_bytes=self.connection.disk_bytes(),
-        )
-
-    def rows(self, ids: Sequence[str]) -> dict[str, Row]:
-        """The fields of the records that exist, by id."""
-        found: dict[str, Row] = {}
-        for part in pages(list(dict.fromkeys(ids))):
-            found |= self._read(partial(Records.rows, ids=part), found)
-        return found
+    def ids(self) -> list[str]:
+        """The ids of all records."""
+        return [id for (id,) in self._get()]
 
     def existing(self, ids: Sequence[str]) -> list[str]:
-        """The ids that have a record, each once."""
-        found: list[str] = []
-        for part in pages(list(dict.fromkeys(ids))):
-            found += self._read(partial(Records.existing, ids=part), [])
+        """Those of the ids that have a record, each once."""
+        return [id for (id,) in self._get_paged(ids)]
+
+    def rows(self, ids: Sequence[str]) -> dict[str, Row]:
+        """The metadata of those of the ids that have a record."""
+        return {id: dict(row or {}) for id, row in self._get_paged(ids, "metadatas")}
+
+    def texts(self, ids: Sequence[str]) -> dict[str, tuple[str | None, Row]]:
+        """Document and metadata of those of the ids that have a record."""
+        return {id: (text, dict(row or {})) for id, text, row in self._get_paged(ids, "documents", "metadatas")}
+
+    def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
+        """The ids whose record has the value given for it in a field; no other record may have it."""
+        matching: set[str] = set()
+        for ids in pages(list(values)):
+            # Chroma takes six times as long if it is given the ids, too.
+            matching.update(id for (id,) in self._get(where={field: {"$in": [values[id] for id in ids]}}))
+        if not matching <= values.keys():
+            raise self._odd("records that were not asked for")
+        return matching
+
+    def rows_with(self, field: str, values: Sequence[str]) -> dict[str, Row]:
+        """The metadata, by id, of records that have one of the values in a field."""
+        rows: dict[str, Row] = {}
+        for part in pages(list(dict.fromkeys(values))):
+            rows |= {id: dict(row or {}) for id, row in self._get("metadatas", where={field: {"$in": list(part)}})}
+        if any(row.get(field) not in values for row in rows.values()):
+            raise self._odd("records that were not asked for")
+        return rows
+
+    @shielded
+    def query(self, vectors: Any, k: int) -> list[list[Found]]:
+        """For each vector, at most `k` records (id, document, metadata, distance), the nearest first."""
+        columns = ("ids", "documents", "metadatas", "distances")
+        found: list[list[Found]] = []
+        with self._reading() as records:
+            if records is None:
+                return [[] for _ in vectors]
+            answer = self._ask(records.query, query_embeddings=vectors, n_results=k, include=list(columns[1:]))
+        for parts in zip(*(self._column(answer, name, len(vectors), list) for name in columns), strict=True):
+            hits = dict(zip(columns, parts, strict=True))
+            checked = [self._column(hits, name, min(k, len(parts[0]))) for name in columns]
+            found.append([(id, text or "", dict(row or {}), far) for id, text, row, far in zip(*checked, strict=True)])
         return found
 
-    def matching(
-        self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
-    ) -> set[str]:
-        """Record ids whose stored hash equals the passage's; reads no payload.
+    @shielded
+    def unsearchable(self) -> list[str]:
+        """The ids of records that are stored but can be in no search result.
 
-        The hash covers the id, so no other record can match.
+        A process that is killed while Chroma writes its index can leave such records.
         """
-        found: set[str] = set()
-        for part in pages(list(passages)):
-            hashes = {key: digest(self._bundle.fingerprint, key, passages[key]) for key in part}
-            found.update(self._read(partial(Records.matching, field=field, values=hashes), []))
-        return found
+        ids = self.ids()
+        with self._reading() as found:
+            if found is None or not ids:
+                return []
+            for id in ids:
+                with suppress(StoreError), explained(self.place.where):  # of a record that the index has lost
+                    vector = self._column(self._ask(found.get, ids=[id], include=["embeddings"]), "embeddings", 1)[0]
+                    return [lost for part in pages(ids) for lost in self._unsearchable(found, part, vector)]
+        return ids
 
-    def holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
-        """Ids of the passages that are stored with their text in a record that the scope may read."""
-        held: set[str] = set()
-        for place in readable(scope):
-            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
-            held.update(passage_id(key) for key in self.matching("text_hash", text_hash, rest))
-        return held
+    @shielded
+    def upsert(self, ids: Sequence[str], embeddings: Any, rows: Sequence[Row], texts: Any = None) -> None:
+        """Write whole records, at most `PAGE`; they are durable when this returns."""
+        with self._writing() as collection:
+            collection.upsert(ids=list(ids), embeddings=embeddings, metadatas=list(rows), documents=texts)
 
-    def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, tuple[str, Record]]:
-        """By passage id, the scope's own record or the default scope's; with `texts`, only records with those texts."""
-        passages = None if texts is None else to_passages(texts, ids, repeats=True)
-        places = readable(scope)
-        stored = self.rows([record_id(id, place) for id in ids for place in places])
-        found: dict[str, tuple[str, Record]] = {}
-        for id in dict.fromkeys(ids):
-            for key in (record_id(id, place) for place in places):
-                if key not in stored:
-                    continue
-                if passages and stored[key].get("text_hash") != text_hash(self._bundle.fingerprint, key, passages[id]):
-                    continue
-                found[id] = (key, self._verified(key, stored[key]))
-                break
-        return found
+    @shielded
+    def update(self, rows: Mapping[str, Row]) -> None:
+        """Write some fields of existing records; their other fields stay."""
+        for ids in pages(list(rows)):
+            with self._writing() as collection:
+                collection.update(ids=list(ids), metadatas=[rows[id] for id in ids])
 
-    def unreadable(self) -> dict[str, bool]:
-        """The ids of unreadable records, in all scopes, and whether each lacks nothing but this key's signature."""
-        found: dict[str, bool] = {}
-        for ids in pages(self.ids()):
-            for id, row in self.rows(ids).items():
-                signed = intact = False
-                with suppress(PayloadError):
-                    record = Record.read(id, row)
-                    record.soft_context(id)
-                    record.passage(id, self._bundle.fingerprint)
-                    intact = True
-                    record.check_signatures(id, self.signer)
-                    signed = True
-                if not signed:
-                    found[id] = intact
-        return found
-
-    def remember(self, records: Iterable[tuple[str, Record]]) -> None:
-        """Remember the ids of these records by their markers."""
-        if len(self._ids_by_marker) > _REMEMBERED:
-            self._ids_by_marker = {}
-        self._ids_by_marker.update({record.marker: id for id, record in records})
-
-    def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
-        """The id of the record that each marker stands for, and the record.
-
-        Raises:
-            MissingPassageError: there is none for a marker.
-        """
-        wanted = {each: [scoped_marker_id(each.passage, place) for place in readable(each.scope)] for each in markers}
-        known = [id for names in wanted.values() for name in names if (id := self._ids_by_marker.get(name))]
-        rows = self.rows(known)
-        by_name = {str(row.get("marker")): id for id, row in rows.items()}
-        rest = [name for names in wanted.values() if by_name.keys().isdisjoint(names) for name in names]
-        for part in pages(list(dict.fromkeys(rest))):
-            more = self._read(partial(Records.rows_with, field="marker", values=part), rows)
-            rows |= more
-            by_name |= {row["marker"]: id for id, row in more.items()}
-        self._ids_by_marker |= by_name
-        found = {each: id for each, names in wanted.items() for name in reversed(names) if (id := by_name.get(name))}
-        if missing := [marker for marker in wanted if marker not in found]:
-            raise MissingPassageError(
-                f"no passage in {self.connection.where} for {len(missing)} marker(s) (first: {missing[0].id!r}): it "
-                "was deleted or its text changed after the prompt was made, or it was made for one question by "
-                "another store object; retrieve again"
-            )
-        return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
-
-    def upsert(self, records: Mapping[str, Record]) -> None:
-        """Write whole records; they are durable when this returns."""
-        for part in batches({id: asdict(record) for id, record in records.items()}, _size, _WRITE_BYTES):
-            embeddings, rows = [_EMBEDDING] * len(part), list(part.values())
-            try:
-                self._write(partial(Records.upsert, ids=list(part), embeddings=embeddings, rows=rows))
-            except StoreError as error:
-                if not self.connection.remote or len(part) > 1 or _size(rows[0]) < _WRITE_BYTES:
-                    raise
-                raise StoreError(
-                    f"passage {passage_id(next(iter(part)))!r} takes {_size(rows[0]):,} bytes as a record, perhaps "
-                    f"more than the server accepts in one request: cut it into smaller passages ({error})"
-                ) from error
-
-    def update(self, labels: Mapping[str, Labels]) -> None:
-        """Write these fields of existing records; their other fields stay."""
-        for part in batches({id: asdict(each) for id, each in labels.items()}, _size, _WRITE_BYTES):
-            self._write(partial(Records.update, rows=part))
-
+    @shielded
     def delete(self, ids: Sequence[str]) -> None:
         """Delete existing records."""
         for part in pages(ids):
-            self._write(partial(Records.delete, ids=part))
+            with self._writing() as collection:
+                collection.delete(ids=list(part))
 
+    @shielded
     def check_writable(self) -> None:
         """Raise StoreWriteError if the next write would be refused; create the collection if there is none."""
-        self._write(lambda records: None)
+        with self._writing():
+            pass
 
     def close(self) -> None:
         """Release the engine; closing again has no effect."""
-        if self._pid is None:
-            return
-        forked = self._pid != os.getpid()
-        self._pid = None
+        forked, self._pid = self._pid != os.getpid(), None
         if not forked:
-            self.connection.close()
+            self.place.close()
 
-    def _verified(self, id: str, row: Row) -> Record:
-        """The record in a row; PayloadError, naming the passage, if it was changed or signed with another key."""
-        record = Record.read(id, row)
-        record.check_signatures(id, self.signer)
-        return record
+    @contextmanager
+    def _reading(self) -> Iterator[chromadb.Collection | None]:
+        self._check_open()
+        with self.place.reading(self._read_timeout) as client:
+            yield None if client is None else self._found(client)
+
+    @contextmanager
+    def _writing(self) -> Iterator[chromadb.Collection]:
+        self._check_open()
+        with self.place.writing(self._lock_timeout) as client:
+            found = self._found(client)
+            if found is None:
+                # Another client may have created it meanwhile: then its metadata stay, and are checked.
+                client.get_or_create_collection(self.name, embedding_function=None, **self._new)
+                found = self._found(client)
+            assert found is not None
+            yield found
+
+    def _found(self, client: ClientAPI) -> chromadb.Collection | None:
+        """The collection; None if there is none of this name."""
+        if self._known is not None and self._known[0] is client:
+            return self._known[1]
+        try:
+            found = client.get_collection(self.name, embedding_function=None)
+        except (NotFoundError, UnicodeEncodeError):  # the latter for a name that is not UTF-8
+            return None
+        self.check(self._metadata(found))
+        self._known = client, found
+        return found
 
     def _check_open(self) -> None:
         if self._pid is None:
-            raise StoreError(f"the store in {self.connection.where} was closed: open it again")
+            raise StoreError(f"the store in {self.place.where} was closed: open it again")
         if self._pid != os.getpid():
             raise StoreError(
-                f"the store in {self.connection.where} was opened before a fork, and Chroma would hang in the child: "
+                f"the store in {self.place.where} was opened before a fork, and Chroma would hang in the child: "
                 "start processes with 'spawn' and open the store in each"
             )
 
-    def _read(self, work: Callable[[Records], T], default: T) -> T:
-        """What `work` returns for the collection; `default` before the first write."""
-        self._check_open()
+    def _get_paged(self, ids: Sequence[str], *columns: str) -> Iterator[tuple[Any, ...]]:
+        for part in pages(list(dict.fromkeys(ids))):  # Chroma refuses ids given twice
+            yield from self._get(*columns, ids=list(part))
 
-        def found(client: Chroma | None) -> T:
-            records = client and self._of(client)
-            return work(records) if records else default
+    @shielded
+    def _get(self, *columns: str, ids: list[str] | None = None, where: Any = None) -> list[tuple[Any, ...]]:
+        """Id and columns of the records asked for, of those that `where` selects, or of all."""
+        with self._reading() as records:
+            if records is None:
+                return []
+            answer = self._ask(records.get, ids=ids, where=where, include=list(columns))
+        found = self._column(answer, "ids")
+        if len(set(found)) < len(found) or (ids is not None and not set(found) <= set(ids)):
+            raise self._odd("records that were not asked for")
+        return list(zip(found, *(self._column(answer, name, len(found)) for name in columns), strict=True))
 
-        return self.connection.read(found, self._read_timeout)
+    def _unsearchable(self, found: chromadb.Collection, ids: Sequence[str], vector: Any) -> list[str]:
+        given = {"query_embeddings": [vector], "include": []}
+        try:
+            with explained(self.place.where):
+                answer = self._ask(found.query, n_results=len(ids), ids=list(ids), **given)
+            [searchable] = self._column(answer, "ids", 1, list)
+        except StoreError:  # Chroma raises for a record that its index has lost
+            self._ask(found.query, n_results=1, **given)  # but not for this
+            searchable = []
+        if set(map(str, searchable)) >= set(ids):
+            return []
+        half = len(ids) // 2
+        halves = (ids[:half], ids[half:]) if half else ()
+        return [lost for part in halves for lost in self._unsearchable(found, part, vector)] if half else list(ids)
 
-    def _write(self, work: Callable[[Records], None]) -> None:
-        self._check_open()
-        self.connection.write(lambda client: work(self._of(client) or self._created(client)), self._timeout)
+    def _metadata(self, found: chromadb.Collection) -> Row:
+        [metadata] = self._column({"metadatas": [found.metadata]}, "metadatas")
+        return dict(metadata or {})
 
-    def _of(self, client: Chroma) -> Records | None:
-        found = self._found
-        if found is not None and found[0] is client:
-            return found[1]
-        records = client.find(self.connection.collection)
-        return None if records is None else self._checked(client, records)
+    def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        try:
+            return method(**arguments)
+        except httpx.RemoteProtocolError:  # the server has closed the connection that was kept from the last call
+            return method(**arguments)
 
-    def _created(self, client: Chroma) -> Records:
-        about = {
-            "ctx_format": FORMAT,
-            "bundle": self._bundle.config.name,
-            "fingerprint": self._bundle.fingerprint,
-            "base_ratio": self.ratio,
-            "codec": self.codec,
-        }
-        # Another client may have created it first: then its metadata stay, and are checked.
-        return self._checked(client, client.create(self.connection.collection, _CONFIGURATION, about))
-
-    def _checked(self, client: Chroma, records: Records) -> Records:
-        about, where, bundle = records.metadata, self.connection.where, self._bundle
-        again = f"index again into another folder or collection, or after client.delete_collection({records.name!r})"
-        if "ctx_format" not in about:
-            raise StoreError(f"the collection {records.name!r} in {where} is not a store: choose another name")
-        if about["ctx_format"] != FORMAT:
-            raise StoreError(
-                f"the store {records.name!r} in {where} has format {short_repr(about['ctx_format'])}, and this version "
-                f"reads {FORMAT}: {again}"
-            )
-        kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}
-        if odd := [name for name, kind in kinds.items() if type(about.get(name)) is not kind or not about[name]]:
-            raise StoreError(f"the store {records.name!r} in {where} has no valid {odd[0]}: {again}")
-        if about["fingerprint"] != bundle.fingerprint:
-            raise FingerprintMismatchError(
-                f"the soft contexts in {records.name!r} ({where}) were made by bundle {about['bundle']!r}, "
-                f"fingerprint {about['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "
-                f"{bundle.fingerprint[:12]}, cannot read them: take that bundle, or {again}"
-            )
-        for name, asked, has in (
-            ("codec", self._codec_asked, about["codec"]),
-            ("ratio", self._ratio_asked, about["base_ratio"]),
+    def _column(self, answer: Any, name: str, length: int | None = None, kind: Any = None) -> Sequence[Any]:
+        """So many values of an answer, each of the kind that the column has, or of the given one."""
+        column: Any = answer.get(name) if isinstance(answer, Mapping) else None
+        kind = kind or _KINDS[name]
+        if (
+            not hasattr(column, "__len__")
+            or isinstance(column, str)
+            or (length is not None and len(column) != length)
+            or not all(isinstance(value, kind) for value in column)
         ):
-            if asked not in (None, has):
-                raise StoreError(
-                    f"the store in {where} has {name} {has!r}, not {asked!r}: leave {name} out, or index again under "
-                    "another collection name"
-                )
-        self._about, self._found = about, (client, records)
-        return records
+            raise self._odd(f"{short_repr(column)} as {name}")
+        return column  # type: ignore[no-any-return]
+
+    def _odd(self, what: str) -> StoreError:
+        return StoreError(
+            f"{self.place.where} answered with {what}: check that the address is right and that a supported version of "
+            "Chroma runs there"
+        )
 
 
-def _size(row: Row) -> int:
-    return sum(len(str(value)) for value in row.values())
+class AppCollection(Collection):
+    """A collection of the app's own, read with the app's own client."""
+
+    def __init__(self, collection: chromadb.Collection) -> None:
+        super().__init__(connect(collection), collection.name)
+        self._app = collection
+
+    @contextmanager
+    def _reading(self) -> Iterator[chromadb.Collection]:
+        with explained(self.place.where):
+            yield self._app

@@ -15,7 +15,7 @@ import numpy as np
 from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.chroma import Records, batches, pages
+from ctx_compress_rag.store.collection import AppCollection, batches, pages
 
 logger = logging.getLogger(__name__)
 
@@ -231,14 +231,12 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
         raise ConfigError(f"{kind} is not a chromadb.Collection: give client.get_collection(NAME) of a Chroma client")
     if "ctx_format" in (collection.metadata or {}):
         raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
-    records = Records(collection, f"the collection {collection.name!r}")
-    vector, lost = records.some_vector(), []
+    records = AppCollection(collection)
     for ids in pages(records.ids()):
-        lost += [] if vector is None else records.unsearchable(ids, vector)
         for id, (text, metadata) in records.texts(ids).items():
             if text and text.strip():
                 yield Passage(text, id, metadata)
-    if lost:
+    if lost := records.unsearchable():
         logger.warning(
             "%d records of the collection %r are in no search result (first: %r): Chroma's index lost them, as it may "
             "when a process is killed; add them again with the app that made them",

@@ -40,10 +40,11 @@ class Labels:
     metadata_signature: str
 
     @classmethod
-    def label(cls, id: str, passage: Passage, signer: MarkerCodec) -> Labels:
-        """The labels of a passage whose record has this id."""
+    def label(cls, id: str, passage: Passage, signer: MarkerCodec, collection: str) -> Labels:
+        """The labels of a passage whose record has this id in a collection."""
         metadata = _json(passage.metadata)
-        return Labels(full_hash(signer.fingerprint, id, passage), metadata, signer.sign("metadata", id, metadata))
+        signature = signer.sign("metadata", collection, id, metadata)
+        return Labels(full_hash(signer.fingerprint, id, passage), metadata, signature)
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ class Record(Labels):
         slots: how many slots the payload holds.
         tokens: how many source tokens they stand for.
         payload_hash: a hash of the payload.
-        signature: covers id (and so the scope), hashes, marker id and counts.
+        signature: covers the collection's name, the id (and so the scope), hashes, marker id and counts.
         full_hash: see `full_hash`.
         metadata: the metadata as JSON.
-        metadata_signature: covers id and metadata.
+        metadata_signature: covers the collection's name, id and metadata.
     """
 
     payload: str
@@ -74,8 +75,8 @@ class Record(Labels):
     signature: str = ""
 
     @classmethod
-    def of(cls, id: str, passage: Passage, payload: str, scope: str, signer: MarkerCodec) -> Record:
-        """The record of a scope's passage.
+    def of(cls, id: str, passage: Passage, payload: str, scope: str, signer: MarkerCodec, collection: str) -> Record:
+        """The record of a scope's passage, for a collection.
 
         Raises:
             PayloadError: the payload cannot be decoded; the message names the passage.
@@ -85,7 +86,7 @@ class Record(Labels):
         except PayloadError as error:
             raise PayloadError(f"passage {passage.id!r} came with an unusable payload: {error}") from error
         record = cls(
-            **asdict(Labels.label(id, passage, signer)),
+            **asdict(Labels.label(id, passage, signer, collection)),
             payload=payload,
             text=base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),
             text_hash=text_hash(signer.fingerprint, id, passage),
@@ -94,7 +95,7 @@ class Record(Labels):
             tokens=soft.n_tokens,
             payload_hash=_hash(payload),
         )
-        return replace(record, signature=signer.sign(*record._signed(id)))
+        return replace(record, signature=signer.sign(*record._signed(id, collection)))
 
     @classmethod
     def read(cls, id: str, row: Mapping[str, Any]) -> Self:
@@ -105,14 +106,18 @@ class Record(Labels):
                 raise damaged(id, f"{field.name} is {short_repr(values[field.name])}, not {field.type}")
         return cls(**values)
 
-    def check_signatures(self, id: str, signer: MarkerCodec) -> None:
-        """Raise PayloadError unless this key signed the record as it is now."""
+    def check_signatures(self, id: str, signer: MarkerCodec, collection: str) -> None:
+        """Raise PayloadError unless this key signed the record, as it is now, for the collection."""
         pairs = (
-            (self.signature, signer.sign(*self._signed(id))),
-            (self.metadata_signature, signer.sign("metadata", id, self.metadata)),
+            (self.signature, signer.sign(*self._signed(id, collection))),
+            (self.metadata_signature, signer.sign("metadata", collection, id, self.metadata)),
         )
         if not all(hmac.compare_digest(given.encode("utf-8", "replace"), right.encode()) for given, right in pairs):
-            raise damaged(id, "it was changed, or signed with another key: set CTX_COMPRESS_KEY to that key")
+            raise damaged(
+                id,
+                "it was changed, signed with another key (set CTX_COMPRESS_KEY to that key), or made for a collection "
+                "of another name (give it its name again)",
+            )
 
     def check_payload(self, id: str) -> None:
         """Raise PayloadError, naming the passage, unless the payload is the signed one; it is not decoded."""
@@ -144,8 +149,8 @@ class Record(Labels):
         except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
             raise damaged(id, error) from error
 
-    def _signed(self, id: str) -> tuple[str, ...]:
-        return (id, self.text_hash, self.marker, str(self.slots), str(self.tokens), self.payload_hash)
+    def _signed(self, id: str, collection: str) -> tuple[str, ...]:
+        return (collection, id, self.text_hash, self.marker, str(self.slots), str(self.tokens), self.payload_hash)
 
 
 def text_hash(fingerprint: str, id: str, passage: Passage) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from os import PathLike
 from typing import Any, Self
 
@@ -21,10 +20,8 @@ from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import payload_codec
-from ctx_compress_rag.store.collection import SoftContextCollection
-from ctx_compress_rag.store.connect import READ_TIMEOUT, Location, connect
+from ctx_compress_rag.store.connect import Location, companion, connect
 from ctx_compress_rag.store.key import Signer
-from ctx_compress_rag.store.lock import DEFAULT_TIMEOUT
 from ctx_compress_rag.store.marker import (
     DEFAULT_SCOPE,
     Marker,
@@ -45,9 +42,11 @@ from ctx_compress_rag.store.passage import (
     passages_in,
     to_passages,
 )
-from ctx_compress_rag.store.record import Labels, Record, full_hash, payload_of, text_hash
+from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
+from ctx_compress_rag.store.record import payload_of
+from ctx_compress_rag.store.records import Records
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
-from ctx_compress_rag.store.threads import abandoned, uninterrupted
+from ctx_compress_rag.store.threads import abandoned, shielded
 from ctx_compress_rag.store.transient import TransientContexts
 from ctx_compress_rag.strict import as_int, as_seconds
 
@@ -56,10 +55,10 @@ class SoftContextStore(ProcessBound):
     """The soft contexts of one bundle, by passage id, in Chroma.
 
     They live in a collection `<collection>-ctx`, one record per passage, and not in the app's own, where every search
-    hit would carry them. Several threads may read and write. Several processes may use one folder: a write holds the
-    folder's lock and waits for other writes; a read waits at most for the write in progress. Ctrl-C leaves no lock
-    behind: what is being written is finished, and the rest is not begun. Several machines may share a Chroma server;
-    a folder that a server uses must be reached through it. A store does not survive `fork`: open it in the child.
+    hit would carry them. Threads and processes may share a folder: each read or write holds its lock for milliseconds.
+    Ctrl-C leaves no lock behind: what is being written is finished, and the rest is not begun. Several machines may
+    share a Chroma server; a folder that a server uses must be reached through it. A store does not survive `fork`: open
+    it in the child.
 
     Args:
         location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection; the soft contexts
@@ -73,8 +72,8 @@ class SoftContextStore(ProcessBound):
             only the store's ratio.
         key: secret that signs markers; by default the first that `key.Signer` finds.
         scope: default tenant or user, if neither the call nor `marker.scope` names one.
-        lock_timeout: seconds that a write waits for writes of other processes, 0 or more.
-        read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer.
+        lock_timeout: seconds that a write waits for others that read or write, 0 or more.
+        read_timeout: seconds that a read waits for others, and as many for Chroma's answer.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -86,7 +85,7 @@ class SoftContextStore(ProcessBound):
 
     def __init__(
         self,
-        location: Location,
+        location: Location | Place,
         bundle: Compresses,
         *,
         collection: str = "passages",
@@ -105,14 +104,15 @@ class SoftContextStore(ProcessBound):
             ratio = as_int("ratio", ratio)
             bundle.check_ratio(ratio)
         timeouts = as_seconds("lock_timeout", lock_timeout), as_seconds("read_timeout", read_timeout)
-        connection = connect(location, collection)
-        signer = Signer(key, connection.path, remote=connection.remote)
-        self._collection = SoftContextCollection(connection, bundle, signer, codec, ratio, *timeouts)
+        name, place = companion(location, collection), connect(location)
+        signer = Signer(key, place.folder, remote=place.remote)
+        self._records = Records(place, name, bundle, signer, codec, ratio, *timeouts)
         self._transient = TransientContexts()
         self._writing = threading.Lock()
 
     # Writing
 
+    @shielded
     def add(
         self,
         documents: Iterable[object],
@@ -140,14 +140,18 @@ class SoftContextStore(ProcessBound):
         Raises:
             ConfigError: a text is blank or not a str, or an id is empty or given twice.
             PayloadError: the bundle made a NaN or infinity; its batch is not stored.
-            StoreLockedError: other processes wrote for longer than `lock_timeout`, or a server runs on this folder.
+            StoreLockedError: others used the folder for longer than `lock_timeout`.
             StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
         checked = to_passages(documents, ids)
-        passages = {record_id(id, scope): passage for id, passage in checked.items()}
-        return uninterrupted(partial(self._add, passages, scope, progress))
+        with self._writing:
+            changes = self._records.compare({record_id(id, scope): each for id, each in checked.items()})
+            self._records.relabel(changes.labels)
+            self._compress(changes.texts, scope, progress)
+        return AddReport(changes.new, len(changes.texts) + len(changes.labels) - changes.new, changes.unchanged)
 
+    @shielded
     def put(self, passages: Sequence[Passage], made: Mapping[str, Any], scope: str | None = None) -> None:
         """Store passages that were compressed elsewhere, by `ray_indexing.worker.CompressPassages`.
 
@@ -171,8 +175,7 @@ class SoftContextStore(ProcessBound):
             )
         if {payload_codec(payload) for payload in payloads} - {self.codec}:
             raise ConfigError(f"a payload has another codec than the store: give the workers codec={self.codec!r}")
-        by_record = {record_id(id, scope): passage for id, passage in checked.items()}
-        uninterrupted(partial(self._put, by_record, payloads, scope))
+        self._records.write({record_id(id, scope): each for id, each in checked.items()}, payloads, scope)
 
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
         """Make the scope's passages match the app's collection: add new and changed ones, delete those not in it.
@@ -190,6 +193,7 @@ class SoftContextStore(ProcessBound):
         gone = sorted(set(before) - {str(passage.id) for passage in passages})
         return SyncReport(report.added, report.updated, report.unchanged, self.delete(gone, scope))
 
+    @shielded
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
         """Compress and store texts that are not stored; return the id that each text is stored under, in order.
 
@@ -203,17 +207,27 @@ class SoftContextStore(ProcessBound):
         ids = [content_id(text) for text in texts] if ids is None else checked_ids(ids)
         places = self._places(passages, scope)
         if None in places.values():
-            places = uninterrupted(partial(self._ensure, passages, scope))
+            with self._writing:
+                places = self._places(passages, scope)  # again: another thread may have stored the same passages
+                lacking = [id for id, place in places.items() if place is None]
+                keys = [record_id(id, place) for id in lacking for place in readable(scope)]
+                taken = set(map(passage_id, self._records.existing(keys)))
+                missing: dict[str, Passage] = {}
+                for id in lacking:
+                    places[id] = place = content_id(passages[id].text) if id in taken else id
+                    missing[record_id(place, scope)] = Passage(passages[id].text, place)
+                self._records.prepare()
+                self._compress(missing, scope, progress=False)
         return [str(places[id]) for id in ids]
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
         """Delete passages of the scope; return how many there were."""
         scope = self._scope(scope)
-        return uninterrupted(partial(self._delete, [record_id(id, scope) for id in checked_ids(ids)]))
+        return self._delete([record_id(id, scope) for id in checked_ids(ids)])
 
     def damaged(self) -> list[str]:
         """The ids of passages in all scopes with records damaged or not signed with this key. Reads every record."""
-        return [passage_id(id) for id in self._collection.unreadable()]
+        return [passage_id(id) for id in self._records.unreadable()]
 
     def discard_damaged(self, *, other_keys: bool = True) -> list[str]:
         """Delete what `damaged` finds; the next `add` of the same passages compresses them again.
@@ -224,19 +238,19 @@ class SoftContextStore(ProcessBound):
         Raises:
             StoreError: `other_keys` is False and there are such records; nothing is deleted.
         """
-        unreadable = self._collection.unreadable()
+        unreadable = self._records.unreadable()
         if not other_keys and (intact := [passage_id(id) for id, is_intact in unreadable.items() if is_intact]):
             raise StoreError(
                 f"{len(intact)} records (first: {intact[0]!r}) are intact but not signed with the key in use: set "
                 "CTX_COMPRESS_KEY to the key that signed them; if it is lost, SoftContextStore.discard_damaged() "
                 "deletes them, and adding the passages again compresses them"
             )
-        uninterrupted(partial(self._delete, list(unreadable)))
+        self._delete(list(unreadable))
         return [passage_id(id) for id in unreadable]
 
     def close(self) -> None:
         """Close the engine; the store cannot be used afterwards. Closing it again has no effect."""
-        self._collection.close()
+        self._records.close()
 
     def __enter__(self) -> Self:
         return self
@@ -262,7 +276,7 @@ class SoftContextStore(ProcessBound):
         ids = checked_ids(ids)
         found = {
             id: record.soft_context(key)
-            for id, (key, record) in self._collection.find(ids, self._scope(scope), texts).items()
+            for id, (key, record) in self._records.find(ids, self._scope(scope), texts).items()
         }
         return [found.get(id) for id in ids]
 
@@ -271,24 +285,24 @@ class SoftContextStore(ProcessBound):
     ) -> list[StoredPassage | None]:
         """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. See `get`."""
         ids = checked_ids(ids)
-        records = self._collection.find(ids, self._scope(scope), texts)
+        records = self._records.find(ids, self._scope(scope), texts)
         found = {id: record.passage(key, self.fingerprint) for id, (key, record) in records.items()}
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Whether each text is stored under its id: False if the id is missing or stored with another text."""
         ids = [content_id(text) for text in texts] if ids is None else checked_ids(ids)
-        held = self._collection.holding(to_passages(texts, ids, repeats=True), self._scope(scope))
+        held = self._records.holding(to_passages(texts, ids, repeats=True), self._scope(scope))
         return [id in held for id in ids]
 
     def ids(self, scope: str | None = None) -> list[str]:
         """The ids of the scope's own passages."""
         scope = self._scope(scope)
-        return [passage_id(id) for id in self._collection.ids() if owned(id, scope)]
+        return [passage_id(id) for id in self._records.ids() if owned(id, scope)]
 
     def __len__(self) -> int:
         """How many passages there are, of all scopes."""
-        return self._collection.count()
+        return self._records.count()
 
     def __bool__(self) -> bool:
         """True, even when empty: `if store` asks whether there is a store."""
@@ -296,7 +310,7 @@ class SoftContextStore(ProcessBound):
 
     def info(self) -> StoreInfo:
         """What the store holds, in all scopes."""
-        return self._collection.info()
+        return self._records.info()
 
     @property
     def fingerprint(self) -> str:
@@ -306,12 +320,12 @@ class SoftContextStore(ProcessBound):
     @property
     def codec(self) -> str:
         """Name of the codec that soft contexts are stored with."""
-        return self._collection.codec
+        return self._records.codec
 
     @property
     def base_ratio(self) -> int:
         """Source tokens per slot of the stored soft contexts."""
-        return self._collection.ratio
+        return self._records.ratio
 
     def merge_factor(self, ratio: int) -> int:
         """How many stored slots are merged into one at a ratio.
@@ -345,14 +359,14 @@ class SoftContextStore(ProcessBound):
             PayloadError: a record is damaged; the message names the passage.
         """
         factor, scope, ids = self.merge_factor(ratio), self._scope(scope), checked_ids(ids)
-        found = self._collection.find(ids, self._scope(scope), texts)
+        found = self._records.find(ids, self._scope(scope), texts)
         missing = [id for id in ids if id not in found]
         if missing:
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
         for key, record in found.values():
             record.check_payload(key)
-        self._collection.remember(found.values())
-        codec = self._collection.signer
+        self._records.remember(found.values())
+        codec = self._records.signer
         written = []
         for id in ids:
             slots = found[id][1].slots
@@ -372,7 +386,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             ConfigError: the parts need more slots together than are kept.
         """
-        scope, codec = self._scope(scope), self._collection.signer
+        scope, codec = self._scope(scope), self._records.signer
         names = [codec.transient(*each.key) for each in contexts]
         self._transient.put(scope, dict(zip(names, contexts, strict=True)))
         return [codec.write(name, 1, each.soft.n_slots, scope) for name, each in zip(names, contexts, strict=True)]
@@ -383,7 +397,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             UnreadableMarkerError: a marker has another key or scope, and on_unreadable is "error"; else it is text.
         """
-        return self._collection.signer.split(text, self._scope(scope), on_unreadable)
+        return self._records.signer.split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """The soft contexts that markers stand for, at the markers' ratios, in order.
@@ -394,7 +408,7 @@ class SoftContextStore(ProcessBound):
             PayloadError: a record is damaged.
         """
         held = self._in_memory(markers)
-        found = self._collection.by_marker(marker for marker in markers if marker not in held)
+        found = self._records.by_marker(marker for marker in markers if marker not in held)
         base = {key: record.soft_context(key) for key, record in dict(found.values()).items()}
         return [
             held[marker].soft if marker in held else base[found[marker][0]].merge(marker.factor) for marker in markers
@@ -403,69 +417,34 @@ class SoftContextStore(ProcessBound):
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
         """The texts that markers stand for, in order. Raises as `fetch` does."""
         held = self._in_memory(markers)
-        found = self._collection.by_marker(marker for marker in markers if marker not in held)
+        found = self._records.by_marker(marker for marker in markers if marker not in held)
         texts = {key: record.passage(key, self.fingerprint).text for key, record in dict(found.values()).items()}
         return [held[marker].text if marker in held else texts[found[marker][0]] for marker in markers]
 
-    # Inside; writes run as `uninterrupted`
+    # Inside
 
-    def _add(self, passages: dict[str, Passage], scope: str, progress: bool) -> AddReport:
+    @shielded
+    def _delete(self, keys: Sequence[str]) -> int:
         with self._writing:
-            same = self._collection.matching("full_hash", full_hash, passages)
-            todo = {key: passage for key, passage in passages.items() if key not in same}
-            present = self._collection.existing(list(todo))
-            relabel = self._collection.matching("text_hash", text_hash, todo)
-            if relabel:
-                self._collection.key.keep()
-                codec = self._collection.signer
-                self._collection.update({key: Labels.label(key, todo[key], codec) for key in relabel})
-            self._compress({key: passage for key, passage in todo.items() if key not in relabel}, scope, progress)
-        return AddReport(len(todo) - len(present), len(present), len(same))
-
-    def _ensure(self, passages: dict[str, Passage], scope: str) -> dict[str, str | None]:
-        with self._writing:
-            places = self._places(passages, scope)  # again: another thread may have stored the same passages
-            lacking = [id for id, place in places.items() if place is None]
-            keys = [record_id(id, place) for id in lacking for place in readable(scope)]
-            taken = set(map(passage_id, self._collection.existing(keys)))
-            missing: dict[str, Passage] = {}
-            for id in lacking:
-                places[id] = place = content_id(passages[id].text) if id in taken else id
-                missing[record_id(place, scope)] = Passage(passages[id].text, place)
-            self._compress(missing, scope, progress=False)
-        return places
-
-    def _delete(self, records: Sequence[str]) -> int:
-        with self._writing:
-            present = self._collection.existing(records)
-            self._collection.delete(present)
+            present = self._records.existing(keys)
+            self._records.delete(present)
         return len(present)
 
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
-        if not passages:
-            return
-        self._collection.key.keep()
-        self._collection.check_writable()  # fail before the work, not after it
-        with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
+        with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not (progress and passages)) as bar:
             for batch in passage_batches(passages):
                 if abandoned():
                     return
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
                 each = zip(batch.values(), softs, strict=True)
-                self._put(batch, [payload_of(passage, soft, self.codec) for passage, soft in each], scope)
+                self._records.write(batch, [payload_of(passage, soft, self.codec) for passage, soft in each], scope)
                 bar.update(len(batch))
-
-    def _put(self, passages: dict[str, Passage], payloads: Sequence[str], scope: str) -> None:
-        self._collection.key.keep()
-        codec = self._collection.signer
-        made = zip(passages.items(), payloads, strict=True)
-        self._collection.upsert({key: Record.of(key, each, payload, scope, codec) for (key, each), payload in made})
 
     def _places(self, passages: Mapping[str, Passage], scope: str) -> dict[str, str | None]:
         """For each id, the id under which its text is stored: its own, or the hash of the text; None if it is not."""
-        held = self._collection.holding(passages, scope)
+        held = self._records.holding(passages, scope)
         hashes = {id: content_id(passage.text) for id, passage in passages.items() if id not in held}
-        beside = self._collection.holding({hashes[id]: passages[id] for id in hashes}, scope)
+        beside = self._records.holding({hashes[id]: passages[id] for id in hashes}, scope)
         return {id: id if id in held else hashes[id] if hashes[id] in beside else None for id in passages}
 
     def _in_memory(self, markers: Sequence[Marker]) -> dict[Marker, TransientContext]:

@@ -1,92 +1,115 @@
-"""Work that an exception must not break off, in threads that no Ctrl-C reaches.
+"""Calls that Ctrl-C does not break off: each runs in a thread of its own, while the caller waits.
 
 Python raises KeyboardInterrupt in the main thread, between any two instructions: also between taking a lock and the
-`try` that releases it. So every lock of a store is taken in a thread of its own, while the caller only waits. This
-also puts a limit on how long it waits.
+`try` that releases it. The caller also limits how long it waits for Chroma.
 """
 
 from __future__ import annotations
 
 import _thread  # threading.Thread.start takes a lock in the caller, which an interrupt could leave behind
 import atexit
-import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial, wraps
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _EXIT_SECONDS = 30.0
-"""How long the interpreter waits at its end for work whose caller has gone."""
-_LOOK_SECONDS = 0.5  # how often a caller sees a Ctrl-C that did not wake it, as on Windows
-_mine = threading.local()
-_running: set[_Work[object]] = set()
+"""How long the interpreter waits at its end for calls whose caller has gone."""
+_LOOK_SECONDS = 0.2
+"""How often a caller looks at the time, and on Windows for a Ctrl-C."""
+_here = threading.local()
+_running: set[_Call] = set()
 
 
-class _Work(Generic[T]):
-    def __init__(self, work: Callable[[], T]) -> None:
+class _Call:
+    def __init__(self, work: Callable[[], Any]) -> None:
         self.abandoned = False
+        self.limit: tuple[float, Callable[[], Exception]] | None = None
         self._work = work
         self._context = copy_context()
-        self._outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        self._outcome: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def run(self) -> None:
-        _mine.work = self
-        _running.add(cast("_Work[object]", self))
+        _here.call = self
+        _running.add(self)
         try:
-            outcome: tuple[T | None, BaseException | None] = (self._context.run(self._work), None)
+            self._outcome.put((self._context.run(self._work), None))
         except BaseException as error:
-            outcome = (None, error)
-        _running.discard(cast("_Work[object]", self))
-        self._outcome.put(outcome)
+            self._outcome.put((None, error))
+        finally:
+            _running.discard(self)
+            _here.call = None
 
-    def result(self, seconds: float | None) -> T:
-        end = math.inf if seconds is None else time.monotonic() + seconds
+    def result(self) -> Any:
         while True:
             try:
-                result, error = self._outcome.get(timeout=max(0, min(_LOOK_SECONDS, end - time.monotonic())))
+                result, error = self._outcome.get(timeout=_LOOK_SECONDS)
             except Empty:
-                if time.monotonic() < end:
-                    continue
-                raise TimeoutError from None
+                if (limit := self.limit) and time.monotonic() > limit[0]:
+                    raise limit[1]() from None
+                continue
             if error is not None:
                 raise error
-            return cast(T, result)
+            return result
 
 
-def uninterrupted(work: Callable[[], T], seconds: float | None = None) -> T:
-    """Run `work` in a thread of its own and return what it returns; in such a thread, run it right away.
+def shielded(function: Callable[P, T]) -> Callable[P, T]:
+    """Run each call in a thread of its own; a call from within such a thread runs right there.
 
-    If the caller is interrupted, the work goes on, and can ask whether it is `abandoned`.
-
-    Raises:
-        TimeoutError: it took longer than `seconds`, and goes on.
+    If the caller is interrupted, the call goes on, and can ask whether it is `abandoned`. Where no thread can be
+    started, the call runs in the caller's.
     """
-    if getattr(_mine, "work", None) is not None:
-        return work()
-    running = _Work(work)
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if getattr(_here, "call", None) is not None:
+            return function(*args, **kwargs)
+        call = _Call(partial(function, *args, **kwargs))
+        try:
+            try:
+                _thread.start_new_thread(call.run, ())
+            except RuntimeError:
+                call.run()
+            return cast("T", call.result())
+        except BaseException:
+            call.abandoned = True
+            raise
+
+    return run
+
+
+@contextmanager
+def limited(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
+    """Give the caller of this shielded call an error if the block takes longer; the block itself goes on."""
+    call: _Call | None = getattr(_here, "call", None)
+    if call is None:
+        yield
+        return
+    call.limit = time.monotonic() + seconds, late
     try:
-        _thread.start_new_thread(running.run, ())
-        return running.result(seconds)
-    except BaseException:
-        running.abandoned = True
-        raise
+        yield
+    finally:
+        call.limit = None
 
 
 def abandoned() -> bool:
-    """Whether the caller of this thread's work has gone, so that it should stop at the next safe place."""
-    return bool(getattr(getattr(_mine, "work", None), "abandoned", False))
+    """Whether the caller of this shielded call has gone, so that it should stop at the next safe place."""
+    return bool(getattr(getattr(_here, "call", None), "abandoned", False))
 
 
 def _finish() -> None:
     # A thread that returns from native code after the interpreter's end would crash the process.
     end = time.monotonic() + _EXIT_SECONDS
-    for work in list(_running):
-        work.abandoned = True
+    for call in list(_running):
+        call.abandoned = True
     while _running and time.monotonic() < end:
         time.sleep(0.01)
 

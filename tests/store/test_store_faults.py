@@ -20,9 +20,8 @@ import pytest
 from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.connect import connect
 from ctx_compress_rag.store.key import KEY_FILE
-from ctx_compress_rag.store.lock import ACCESS_FILE, LOCK_FILE, TURN_FILE
+from ctx_compress_rag.store.place import LOCK_FILE, Folder
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
@@ -71,9 +70,8 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_locked(tmp_path: Path, b
             others.join(30)
             assert not others.is_alive(), f"another thread hangs after instruction {at} of {length}"
             assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
-            for name in (LOCK_FILE, TURN_FILE, ACCESS_FILE):
-                with filelock.FileLock(tmp_path / name, timeout=10):
-                    pass
+            with filelock.FileLock(tmp_path / LOCK_FILE, timeout=10):
+                pass
         assert store.damaged() == []
 
 
@@ -99,29 +97,6 @@ def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path,
             store.add(texts, progress=False)
         report = store.add(texts, progress=False)  # waits for the batch that was begun
         assert report.unchanged > 0 and report.added > 0 and len(store) == 120
-
-
-def test_a_lock_that_this_process_holds_is_said_to_be_its_own(tmp_path: Path, bundle: WordBundle) -> None:
-    begun, end = threading.Event(), threading.Event()
-
-    with SoftContextStore(tmp_path, bundle, lock_timeout=0.2, read_timeout=0.2) as store:
-        add(store, 1)
-
-        def hold() -> None:
-            def write(client: Any) -> None:
-                begun.set()
-                end.wait(20)
-
-            connect(tmp_path, "passages").write(write)
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        begun.wait(20)
-        with pytest.raises(StoreLockedError, match="this very process"):
-            add(store, 2)
-        end.set()
-        holder.join()
-        assert add(store, 2).added == 1
 
 
 # Forks
@@ -233,13 +208,10 @@ def test_when_others_fill_the_disk_during_a_write_reads_say_so_and_go_on_once_th
         add(store, 60)
         fill = small_disk / "fill"
 
-        def write(client: Any) -> None:
+        rows = [{"payload": "x" * 20_000}] * 250
+        with pytest.raises(StoreWriteError, match="make room"), Folder(small_disk / "chroma").writing(30) as client:
             fill.write_bytes(bytes(shutil.disk_usage(small_disk).free - (6 << 20)))
-            rows = [{"payload": "x" * 20_000}] * 250
-            client.find("passages-ctx").upsert([f"p{n}" for n in range(250)], [[0.0]] * 250, rows)
-
-        with pytest.raises(StoreWriteError, match="make room"):
-            connect(small_disk / "chroma", "passages").write(write)
+            client.get_collection("passages-ctx").upsert([f"p{n}" for n in range(250)], [[0.0]] * 250, rows)
         for _ in range(3):
             with pytest.raises(StoreWriteError, match="make room"):
                 len(store)

@@ -1,0 +1,273 @@
+"""Where a store is: a Chroma server or memory, or a folder that several processes use.
+
+In a folder, one engine is at work at a time, of all processes and threads: each read or write holds the folder's lock,
+for milliseconds. Chroma needs that: with two writers, records were lost; it writes even when it reads; and an engine
+keeps part of the index in memory, which it may write over what others wrote since it was opened. Therefore each write
+opens a new engine and leaves a new generation number, and whoever finds a new number reopens its engine. The operating
+system releases the lock of a process that dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import filelock
+from chromadb.api import ClientAPI
+from chromadb.api.client import Client
+from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
+
+from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
+from ctx_compress_rag.store.chroma_errors import disk_fault, explained, lacks_room
+from ctx_compress_rag.store.chroma_internals import check_not_forked, has_database, open_engine
+from ctx_compress_rag.store.threads import limited, shielded
+
+DEFAULT_TIMEOUT = 30.0
+"""Seconds that a write waits for the folder's lock."""
+READ_TIMEOUT = 60.0
+"""Seconds that a read waits for the folder's lock, and as many for Chroma's answer."""
+LOCK_FILE = "ctx-compress.lock"
+_GENERATION_FILE = "ctx-compress.generation"
+_POLL = 0.002
+
+
+class Place(ABC):
+    """Where collections are. Its context managers belong in `shielded` calls.
+
+    Attributes:
+        where: the address, for messages.
+        remote: whether it is on a server, so that other machines may use it, too.
+        folder: the folder, if it is one.
+    """
+
+    where: str
+    remote = False
+    folder: Path | None = None
+
+    @abstractmethod
+    def reading(self, timeout: float) -> AbstractContextManager[ClientAPI | None]:
+        """A client to read with; None if nothing was ever written.
+
+        Raises:
+            StoreLockedError: the folder's lock was taken for `timeout` seconds.
+            StoreWriteError: this user may not write to the folder, as Chroma must even to read.
+            StoreError: Chroma failed, or does not answer for `timeout` seconds.
+        """
+
+    @abstractmethod
+    def writing(self, timeout: float) -> AbstractContextManager[ClientAPI]:
+        """A client to write with.
+
+        Raises:
+            StoreLockedError: the folder's lock was taken for `timeout` seconds.
+            StoreWriteError: the folder or its disk cannot be written to, or Chroma refuses.
+            StoreError: Chroma failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what this library opened."""
+
+    def disk_bytes(self) -> int | None:
+        """Bytes of all files; None if it is no folder."""
+        if self.folder is None:
+            return None
+        size = 0
+        for file in self.folder.rglob("*"):
+            with suppress(FileNotFoundError):  # SQLite's journal comes and goes
+                size += file.stat().st_size if file.is_file() else 0
+        return size
+
+    def _silent(self, seconds: float) -> StoreError:
+        fault = disk_fault(self.folder) if self.folder is not None else None
+        return (StoreWriteError if fault else StoreError)(
+            f"{self.where} has not answered for {seconds:g} seconds{f' ({fault})' if fault else ''}: check that its "
+            "disk has room and that nothing holds it up, then restart this process, which may keep the folder locked; "
+            "or wait longer (read_timeout)"
+        )
+
+
+class Server(Place):
+    """A Chroma server, or memory, that the app has a client of."""
+
+    def __init__(self, client: ClientAPI) -> None:
+        settings = client.get_settings()
+        host = settings.chroma_server_host
+        self.remote = bool(host)
+        self.where = f"the Chroma server {host}:{settings.chroma_server_http_port}" if host else "memory"
+        if not host:
+            check_not_forked()  # an engine in memory
+        self._client = client
+
+    @contextmanager
+    def reading(self, timeout: float) -> Iterator[ClientAPI]:
+        """See `Place`."""
+        with limited(timeout, partial(self._silent, timeout)), explained(self.where):
+            yield self._client
+
+    @contextmanager
+    def writing(self, timeout: float) -> Iterator[ClientAPI]:
+        """See `Place`."""
+        with explained(self.where, writing=True):
+            yield self._client
+
+    def close(self) -> None:
+        """See `Place`: the client is the app's."""
+
+
+class Folder(Place):
+    """A Chroma folder, with an engine of its own, which is never older than the last write.
+
+    Args:
+        path: the folder.
+        tenant: Chroma's tenant.
+        database: Chroma's database.
+
+    Raises:
+        StoreWriteError: it holds no store yet, and this user may not write there.
+    """
+
+    folder: Path
+
+    def __init__(self, path: Path, tenant: str = DEFAULT_TENANT, database: str = DEFAULT_DATABASE) -> None:
+        check_not_forked()
+        self.where, self.folder = str(path), path.resolve()
+        self._tenant, self._database = tenant, database
+        self._engine: Client | None = None
+        self._generation = b""
+        if not has_database(path):
+            above = next(str(each) for each in (path.absolute(), *path.absolute().parents) if os.path.exists(each))
+            if not os.access(above, os.W_OK):
+                raise StoreWriteError(
+                    f"there is no store in {path} that this user can read, and none can be made because this user may "
+                    f"not write to {above}: change its permissions, or give another folder"
+                )
+
+    @contextmanager
+    def reading(self, timeout: float) -> Iterator[ClientAPI | None]:
+        """See `Place`."""
+        if not has_database(self.folder):
+            yield None
+            return
+        with limited(2 * timeout, partial(self._silent, timeout)), self._locked(timeout):
+            generation = self._read_generation()
+            try:
+                with explained(self.where, self.folder):
+                    if self._engine is None or generation != self._generation:
+                        self._reopen(generation)
+                    yield self._engine
+            except StoreWriteError:
+                self.close()  # after a read that failed on a full disk, it hangs at the next, even with room
+                raise
+
+    @contextmanager
+    def writing(self, timeout: float) -> Iterator[ClientAPI]:
+        """See `Place`. The client is opened after taking the lock, and so as new as the files."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreWriteError(f"cannot make the folder {self.where} ({error.strerror}): give another") from error
+        with self._locked(timeout):
+            if fault := lacks_room(self.folder):
+                # Not only after Chroma has failed: what it then cannot apply, it tries to apply before each read.
+                raise StoreWriteError(f"cannot write to {self.where} ({fault}): make room")
+            # Before the first write, so that readers reopen their engines even if this process is killed.
+            generation = secrets.token_bytes(8)
+            self._write_generation(generation)
+            try:
+                with explained(self.where, self.folder, writing=True):
+                    self._reopen(generation)
+                    assert self._engine is not None
+                    yield self._engine
+            except BaseException:
+                self.close()  # an engine whose write failed, on a full disk, may fail at reads, too
+                raise
+
+    @shielded
+    def close(self) -> None:
+        """See `Place`."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    @shielded
+    def back_up(self, target: Path, timeout: float = DEFAULT_TIMEOUT) -> None:
+        """Copy the folder, including its key, while no store writes to it. The copy is a normal store folder.
+
+        Args:
+            target: where to put the copy; must not exist, and is created completely or not at all.
+            timeout: seconds to wait for the folder's lock.
+
+        Raises:
+            StoreError: the target exists, is inside the folder or cannot be written.
+            StoreLockedError: the folder's lock was taken for too long.
+        """
+        if target.exists() or target.resolve().is_relative_to(self.folder):
+            raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
+        draft: Path | None = None
+        with self._locked(timeout):
+            self.close()
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+                shutil.copytree(self.folder, draft, ignore=shutil.ignore_patterns(LOCK_FILE), dirs_exist_ok=True)
+                draft.rename(target)
+            except (OSError, shutil.Error) as error:
+                raise StoreError(
+                    f"cannot copy {self.where} to {str(target)!r} ({error}): check that the disk has room"
+                ) from error
+            finally:
+                if draft is not None:
+                    shutil.rmtree(draft, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, timeout: float) -> Iterator[None]:
+        # A new object each time: one that is shared lets every thread in.
+        lock = filelock.FileLock(self.folder / LOCK_FILE, timeout=timeout, poll_interval=_POLL, thread_local=False)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise StoreLockedError(
+                f"another process, or another thread of this one, has been reading or writing in {self.where} for "
+                f"{timeout:g} seconds: try again, wait longer (lock_timeout, read_timeout), stop it, or use a server "
+                f"for all (`chroma run --path {self.where}` and chromadb.HttpClient)"
+            ) from None
+        except OSError as error:
+            raise StoreWriteError(
+                f"cannot write {lock.lock_file} ({error.strerror}), and Chroma must write even to read: check that the "
+                "folder, its files and the disk are writable, or let their owner run a server (`chroma run --path "
+                f"{self.where}`) and give chromadb.HttpClient(...)"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _reopen(self, generation: bytes) -> None:
+        self.close()
+        self._engine, self._generation = open_engine(self.folder, self._tenant, self._database), generation
+
+    def _read_generation(self) -> bytes:
+        try:
+            return (self.folder / _GENERATION_FILE).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _write_generation(self, generation: bytes) -> None:
+        path = self.folder / _GENERATION_FILE
+        try:
+            # A link in its place is not followed: who may write to the folder could have any file overwritten.
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            try:
+                os.write(handle, generation)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise StoreWriteError(f"cannot write {path} ({error.strerror}): check the folder and its disk") from error

@@ -1,0 +1,306 @@
+"""The records of one bundle's soft contexts: written signed, and read only if they are what was signed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ctx_compress_rag.errors import FingerprintMismatchError, MissingPassageError, PayloadError, StoreError, short_repr
+from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
+from ctx_compress_rag.store.collection import Collection, Row, batches, pages
+from ctx_compress_rag.store.key import Signer
+from ctx_compress_rag.store.marker import Marker, MarkerCodec
+from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, to_passages
+from ctx_compress_rag.store.place import Place
+from ctx_compress_rag.store.record import Labels, Record, full_hash, text_hash
+from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
+
+FORMAT = 4
+_WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
+_REMEMBERED = 100_000  # marker ids with record ids of 100 characters: 30 MB
+_EMBEDDING = [0.0]  # Chroma requires an embedding; one dimension costs least
+# Nobody searches the dummy embeddings, so the graph is as small as Chroma allows. Synchronizing every 100
+# records (not 1000) makes the first read after reopening 18-48 ms instead of 250-830 ms.
+_CONFIGURATION: Any = {
+    "hnsw": {"sync_threshold": 100, "batch_size": 100, "max_neighbors": 2, "ef_construction": 2, "ef_search": 2}
+}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Passages, by record id, compared with what is stored.
+
+    Attributes:
+        texts: not stored with this text, and so to compress.
+        labels: stored with this text, but other metadata.
+        new: how many are not stored.
+        unchanged: how many are stored as they are.
+    """
+
+    texts: dict[str, Passage]
+    labels: dict[str, Passage]
+    new: int
+    unchanged: int
+
+
+class Records(Collection):
+    """The collection of a store. Thread-safe.
+
+    Args:
+        place: where it is.
+        name: the collection's name.
+        bundle: the bundle whose soft contexts it holds.
+        key: what records and markers are signed with.
+        codec: the codec for a new collection, None for the default; an existing one keeps its own.
+        ratio: source tokens per slot in a new collection, None for the bundle's base ratio; an existing one
+            keeps its own.
+        lock_timeout: see `SoftContextStore`.
+        read_timeout: see `SoftContextStore`.
+
+    Raises:
+        FingerprintMismatchError, StoreError: see `SoftContextStore`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        bundle: Compresses,
+        key: Signer,
+        codec: str | None,
+        ratio: int | None,
+        lock_timeout: float,
+        read_timeout: float,
+    ) -> None:
+        self._bundle, self._key = bundle, key
+        self._asked = {"codec": None if codec is None else check_codec(codec), "base_ratio": ratio}
+        new: Row = {
+            "ctx_format": FORMAT,
+            "bundle": bundle.config.name,
+            "fingerprint": bundle.fingerprint,
+            "base_ratio": ratio or bundle.config.base_ratio,
+            "codec": codec or DEFAULT_CODEC,
+        }
+        super().__init__(place, name, _CONFIGURATION, new, lock_timeout, read_timeout)
+        # Lookups by marker: with 50,000 records, one by field takes 12 ms, by ids 0.5 ms. Most markers are read by the
+        # process that wrote them.
+        self._ids_by_marker: dict[str, str] = {}
+        try:
+            self.about: Row = self.metadata() or new
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec that payloads are written with."""
+        return str(self.about["codec"])
+
+    @property
+    def ratio(self) -> int:
+        """Source tokens per slot."""
+        return int(self.about["base_ratio"])
+
+    @property
+    def signer(self) -> MarkerCodec:
+        """What signs markers and records."""
+        return self._key.codec(self._bundle.fingerprint)
+
+    def check(self, metadata: Row) -> None:
+        """See `Collection.check`."""
+        where, bundle = self.place.where, self._bundle
+        again = f"index again into another folder or collection, or after client.delete_collection({self.name!r})"
+        if "ctx_format" not in metadata:
+            raise StoreError(f"the collection {self.name!r} in {where} is not a store: choose another name")
+        if metadata["ctx_format"] != FORMAT:
+            raise StoreError(
+                f"the store {self.name!r} in {where} has format {short_repr(metadata['ctx_format'])}, and this version "
+                f"reads {FORMAT}: {again}"
+            )
+        kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}
+        if odd := [name for name, kind in kinds.items() if type(metadata.get(name)) is not kind or not metadata[name]]:
+            raise StoreError(f"the store {self.name!r} in {where} has no valid {odd[0]}: {again}")
+        if metadata["fingerprint"] != bundle.fingerprint:
+            raise FingerprintMismatchError(
+                f"the soft contexts in {self.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "
+                f"fingerprint {metadata['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "
+                f"{bundle.fingerprint[:12]}, cannot read them: take that bundle, or {again}"
+            )
+        for name, asked in self._asked.items():
+            if asked not in (None, metadata[name]):
+                option = name.removeprefix("base_")
+                raise StoreError(
+                    f"the store in {where} has {option} {metadata[name]!r}, not {asked!r}: leave {option} out, or "
+                    "index again under another collection name"
+                )
+        self.about = metadata
+
+    def info(self) -> StoreInfo:
+        """What there is; damaged records do not count."""
+        records = slots = tokens = payload_size = 0
+        for ids in pages(self.ids()):
+            for row in self.rows(ids).values():
+                each, stand_for, payload = row.get("slots"), row.get("tokens"), row.get("payload")
+                if isinstance(each, int) and isinstance(stand_for, int) and isinstance(payload, str):
+                    records, slots, tokens = records + 1, slots + each, tokens + stand_for
+                    payload_size += payload_bytes(payload)
+        return StoreInfo(
+            location=self.place.where,
+            collection=self.name,
+            bundle=self._bundle.config.name,
+            fingerprint=self._bundle.fingerprint,
+            codec=self.codec,
+            base_ratio=self.ratio,
+            passages=records,
+            slots=slots,
+            source_tokens=tokens,
+            payload_bytes=payload_size,
+            disk_bytes=self.place.disk_bytes(),
+        )
+
+    # Reading
+
+    def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, tuple[str, Record]]:
+        """By passage id, the scope's own record or the default scope's; with `texts`, only records with those texts.
+
+        Each comes with its record id.
+        """
+        passages = None if texts is None else to_passages(texts, ids, repeats=True)
+        places = readable(scope)
+        stored = self.rows([record_id(id, place) for id in ids for place in places])
+        found: dict[str, tuple[str, Record]] = {}
+        for id in dict.fromkeys(ids):
+            for key in (record_id(id, place) for place in places):
+                if key not in stored:
+                    continue
+                if passages and stored[key].get("text_hash") != text_hash(self._bundle.fingerprint, key, passages[id]):
+                    continue
+                found[id] = (key, self._verified(key, stored[key]))
+                break
+        return found
+
+    def remember(self, records: Iterable[tuple[str, Record]]) -> None:
+        """Remember the ids of these records by their markers."""
+        if len(self._ids_by_marker) > _REMEMBERED:
+            self._ids_by_marker = {}
+        self._ids_by_marker.update({record.marker: id for id, record in records})
+
+    def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
+        """The id of the record that each marker stands for, and the record.
+
+        Raises:
+            MissingPassageError: there is none for a marker.
+        """
+        wanted = {each: [scoped_marker_id(each.passage, place) for place in readable(each.scope)] for each in markers}
+        known = [id for names in wanted.values() for name in names if (id := self._ids_by_marker.get(name))]
+        rows = self.rows(known)
+        by_name = {str(row.get("marker")): id for id, row in rows.items()}
+        rest = [name for names in wanted.values() if by_name.keys().isdisjoint(names) for name in names]
+        more = self.rows_with("marker", rest)
+        rows |= more
+        by_name |= {row["marker"]: id for id, row in more.items()}
+        self._ids_by_marker |= by_name
+        found = {each: id for each, names in wanted.items() for name in reversed(names) if (id := by_name.get(name))}
+        if missing := [marker for marker in wanted if marker not in found]:
+            raise MissingPassageError(
+                f"no passage in {self.place.where} for {len(missing)} marker(s) (first: {missing[0].id!r}): it "
+                "was deleted or its text changed after the prompt was made, or it was made for one question by "
+                "another store object; retrieve again"
+            )
+        return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
+
+    def holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
+        """Ids of the passages that are stored with their text in a record that the scope may read."""
+        held: set[str] = set()
+        for place in readable(scope):
+            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
+            held.update(passage_id(key) for key in self._matching("text_hash", text_hash, rest))
+        return held
+
+    def unreadable(self) -> dict[str, bool]:
+        """Map each unreadable record, in all scopes, to True if it is intact but signed with another key."""
+        found: dict[str, bool] = {}
+        for ids in pages(self.ids()):
+            for id, row in self.rows(ids).items():
+                signed = intact = False
+                with suppress(PayloadError):
+                    record = Record.read(id, row)
+                    record.soft_context(id)
+                    record.passage(id, self._bundle.fingerprint)
+                    intact = True
+                    self._verified(id, row)
+                    signed = True
+                if not signed:
+                    found[id] = intact
+        return found
+
+    # Writing
+
+    def compare(self, passages: Mapping[str, Passage]) -> Changes:
+        """What of these passages, by record id, is to be written.
+
+        Raises:
+            StoreError: something is to be written that could not be.
+        """
+        same = self._matching("full_hash", full_hash, passages)
+        rest = {key: passage for key, passage in passages.items() if key not in same}
+        relabeled = self._matching("text_hash", text_hash, rest)
+        labels = {key: passage for key, passage in rest.items() if key in relabeled}
+        texts = {key: passage for key, passage in rest.items() if key not in relabeled}
+        if texts:
+            self.prepare()
+        return Changes(texts, labels, len(texts) - len(self.existing(list(texts))), len(same))
+
+    def prepare(self) -> None:
+        """Raise StoreError if the next write would be refused: before the work, not after it."""
+        self._key.keep()
+        self.check_writable()
+
+    def relabel(self, passages: Mapping[str, Passage]) -> None:
+        """Write the metadata of passages that are stored with the same text."""
+        if passages:
+            self._key.keep()
+            labels = {id: asdict(Labels.label(id, each, self.signer, self.name)) for id, each in passages.items()}
+            for part in batches(labels, _size, _WRITE_BYTES):
+                self.update(part)
+
+    def write(self, passages: Mapping[str, Passage], payloads: Sequence[str], scope: str) -> None:
+        """Write the records of a scope's passages, by record id; they are durable when this returns.
+
+        Raises:
+            PayloadError: a payload is damaged; nothing is written.
+        """
+        self._key.keep()
+        rows = {
+            key: asdict(Record.of(key, passage, payload, scope, self.signer, self.name))
+            for (key, passage), payload in zip(passages.items(), payloads, strict=True)
+        }
+        for part in batches(rows, _size, _WRITE_BYTES):
+            try:
+                self.upsert(list(part), [_EMBEDDING] * len(part), list(part.values()))
+            except StoreError as error:
+                size = _size(next(iter(part.values())))
+                if not self.place.remote or len(part) > 1 or size < _WRITE_BYTES:
+                    raise
+                raise StoreError(
+                    f"passage {passage_id(next(iter(part)))!r} takes {size:,} bytes as a record, perhaps more than the "
+                    f"server accepts in one request: cut it into smaller passages ({error})"
+                ) from error
+
+    def _matching(
+        self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
+    ) -> set[str]:
+        """Record ids whose stored hash equals the passage's; reads no payload."""
+        return self.matching(field, {key: digest(self._bundle.fingerprint, key, passages[key]) for key in passages})
+
+    def _verified(self, id: str, row: Row) -> Record:
+        """The record in a row; PayloadError, naming the passage, if it was changed or signed with another key."""
+        record = Record.read(id, row)
+        record.check_signatures(id, self.signer, self.name)
+        return record
+
+
+def _size(row: Row) -> int:
+    return sum(len(str(value)) for value in row.values())
