@@ -249,7 +249,7 @@ class Bundle(PlainDecoder):
         source = self.config.source
         if source is not None and not source.shareable and not private:
             raise ConfigError(
-                f"bundle {self.config.name!r} was imported from {source.name}, whose license ({source.license}) "
+                f"bundle {self.config.name!r} was imported from {source.name}, whose license ({source.licenses}) "
                 "restricts who may publish it: give private=True, or let others import it themselves"
             )
 

@@ -69,7 +69,7 @@ bundle = Bundle.from_pretrained("path/to/this/folder")  # or its id on the hub
 
 def _imported(source: Source) -> str:
     place = "/".join(filter(None, (source.name, source.subfolder)))
-    return f"{place}{f' at {source.revision[:12]}' if source.revision else ''}, license {source.license}"
+    return f"{place}{f' at {source.revision[:12]}' if source.revision else ''}, license {source.licenses}"
 
 
 def _score_table(name: str, given: Mapping[str, Any]) -> str:

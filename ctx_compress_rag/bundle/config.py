@@ -21,7 +21,8 @@ class Source(Strict):
         subfolder: the part of the repository that was read.
         format: the importer's name for its format.
         license: the license of its weights.
-        shareable: whether that license lets anyone publish them again.
+        part_licenses: the licenses of the decoder, and of an encoder with weights of its own.
+        shareable: whether the licenses of all that the bundle holds let anyone publish it.
     """
 
     name: str
@@ -29,7 +30,13 @@ class Source(Strict):
     subfolder: str | None = None
     format: str
     license: str
+    part_licenses: dict[str, str] = {}
     shareable: bool = False
+
+    @property
+    def licenses(self) -> str:
+        """All licenses, as a text."""
+        return ", ".join([self.license, *(f"{part} {license}" for part, license in self.part_licenses.items())])
 
 
 class BundleConfig(Strict):

@@ -45,7 +45,7 @@ def save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
         (folder / name).unlink(missing_ok=True)
     if old_teacher:
         shutil.rmtree(folder / TEACHER)
-    pack: Pack = to_int8 if int8 else _half
+    pack: Pack = to_int8 if int8 else _half if bundle.config.source is None else _exact
     for part, module in bundle.parts.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         packed = pack(module.saved_state())
@@ -54,7 +54,7 @@ def save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
     bundle.compressor.save_files(folder)
     for name in bundle.backbone.adapters & {*bundle.parts, TEACHER}:
         lossless = name == TEACHER and not int8
-        _save_adapter(bundle, name, folder / name, _lossless if lossless else pack, int8=int8)
+        _save_adapter(bundle, name, folder / name, _exact if lossless else pack, int8=int8)
     shipped = folder / DECODER_FOLDER
     if bundle.config.decoder is None:
         _save_decoder(bundle, shipped, pack, int8=int8)
@@ -86,10 +86,14 @@ def _save_decoder(bundle: Bundle, folder: Path, pack: Pack, *, int8: bool) -> No
     (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
 
 
-def _lossless(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert to half precision only if that is exact: a teacher stays as it was given."""
-    half = _half(state)
-    return half if all(torch.equal(half[name].to(value.dtype), value) for name, value in state.items()) else dict(state)
+def _exact(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert each tensor to two bytes only if that is exact: teachers and imported weights stay as they were given."""
+    return {name: _halved(value) for name, value in state.items()}
+
+
+def _halved(value: Tensor) -> Tensor:
+    halves = (value.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((half for half in halves if torch.equal(half.to(value.dtype), value)), value)
 
 
 def _half(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import quiet_models
 
+if TYPE_CHECKING:
+    from ctx_compress_rag.published.importing import Import
 
-@command("naver/pisco-mistral ./pisco")
+
+@command("latent-context/0.6b-4b-LCLM-4x ./lclm")
 def import_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A published checkpoint's hub id or folder.")],
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where the bundle goes.")],
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A published checkpoint's hub id or folder.")
+    ] = None,
+    folder: Annotated[
+        str | None, typer.Argument(metavar="DIR", help="Where the bundle goes.  [default: nowhere; only print facts]")
+    ] = None,
     subfolder: Annotated[
         str | None, typer.Option(metavar="DIR", help="The checkpoint's place in the repository, if it has several.")
     ] = None,
@@ -26,26 +33,44 @@ def import_(
     copy: Annotated[
         bool, typer.Option("--copy", help="Put decoder and encoder into the bundle, for machines without network.")
     ] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the checkpoints that are known, and their licenses.")
+    ] = False,
 ) -> None:
     """Convert a published compressor into a bundle: LCLM, PISCO, CLaRa, xRAG, ICAE.
 
-    Prints its license, sizes and memory first. Run again, the command fetches only what is not complete yet.
+    Prints licenses, downloads and memory first. Run again, the command fetches only what is not complete yet.
     """
     from ctx_compress_rag.published.importing import Import
+    from ctx_compress_rag.published.registry import formats
 
     quiet_models()
+    if list_ or name is None:
+        for each in formats():
+            for arguments, license in each.known:
+                print(f"{each.name:<8} {license:<14} {arguments}")
+        return
     found = Import.of(name, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
-    size = found.parameters()
+    for key, value in _facts(found).items():
+        print(f"{key:<12} {value}", flush=True)
+    if folder is not None:
+        found.write(folder, copy=copy)
+        print(f"\nthe bundle is in {folder}: `ctx-compress index FILES --bundle {folder}`, then `ctx-compress ask`")
+
+
+def _facts(found: Import) -> dict[str, str]:
+    """What a user should know before an import."""
+    size, own = found.parameters, found.read_now
+    bits = ", ".join(f"{size * bits / 8e9:.1f} GB in {bits} bits" for bits in (32, 16, 8, 4))
+    spaces = {"every": "before every text", "first": "before a prompt's first text only", "none": "never"}
     rows = {
         "format": found.format.name,
         "license": found.license,
         "commit": found.checkpoint.revision or "none: a folder",
-        "decoder": str(found.skeleton.files),
-        "encoder": str(found.encoder or "the decoder"),
-        "files": f"{found.download / 1e9:.1f} GB in all",
-        "memory": ", ".join(f"{size * bits / 8e9:.1f} GB in {bits} bits" for bits in (16, 8, 4)),
+        **{part: f"{files} ({found.licenses[part]})" for part, files in found.parts.items()},
+        "tokenizer": f"adds a space {spaces[found.skeleton.spaces]}",
+        "import": f"reads {own / 1e9:.1f} GB, with about {0.5 + own / 1e9:.1f} GB of memory",
+        "first use": f"reads {found.read_in_use / 1e9:.1f} GB: decoder and encoder, whole",
+        "use": f"{bits}: without a GPU, --dtype bfloat16 takes 16, not 32",
     }
-    for key, value in rows.items():
-        print(f"{key:<8} {value}", flush=True)
-    found.write(folder, copy=copy)
-    print(f"\nthe bundle is in {folder}: ask it with `ctx-compress index` and `ask --bundle {folder}`")
+    return rows | ({"check": found.format.caution} if found.format.caution else {})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import pickle
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 
+T = TypeVar("T")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_OF_TRANSFORMERS = (".json", ".jinja", ".txt", ".model", ".safetensors")
+_OF_TRANSFORMERS = (".json", ".jinja", ".txt", ".model")
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Checkpoint:
         revision: the commit on the hub; None for a folder.
         subfolder: where the files are in it: "", or a path that ends with a slash.
         sizes: bytes of each file there.
-        license: as its card says; None if it says nothing.
+        license: as its card says, or "none given".
     """
 
     name: str
     revision: str | None
     subfolder: str
     sizes: Mapping[str, int]
-    license: str | None
+    license: str
 
     @classmethod
     def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
@@ -52,10 +52,8 @@ class Checkpoint:
             raise ConfigError(f"revision={revision!r}: {name} is a folder and has none: leave it out")
         else:
             files = [path for path in root.rglob("*") if path.is_file()]
-            card = root / "README.md"
-            found = re.search(r"^license: *(\S+)", card.read_text("utf-8"), re.MULTILINE) if card.exists() else None
             sizes = {path.relative_to(root).as_posix(): path.stat().st_size for path in files}
-            whole = cls(str(root.resolve()), None, "", sizes, found and found[1])
+            whole = cls(str(root.resolve()), None, "", sizes, _license(_card(root / "README.md")))
         return whole.within(subfolder) if subfolder else whole
 
     def within(self, subfolder: str) -> Checkpoint:
@@ -73,8 +71,14 @@ class Checkpoint:
 
     @property
     def of_transformers(self) -> list[str]:
-        """Names of the files that transformers reads."""
-        return [name for name in self.sizes if "/" not in name and name.endswith(_OF_TRANSFORMERS)]
+        """Names of the files that transformers reads; raises BundleError if weights are missing, or pickled."""
+        weights = set(self._weight_map(_WEIGHTS[0]).values()) or {_WEIGHTS[0]}
+        if missing := sorted(weights - self.sizes.keys()):
+            raise BundleError(
+                f"{self} lacks {len(missing)} of {len(weights)} files of weights in safetensors, such as {missing[0]}: "
+                "fetch it again, or give one that has them"
+            )
+        return [*(name for name in self.sizes if "/" not in name and name.endswith(_OF_TRANSFORMERS)), *sorted(weights)]
 
     def bytes_of(self, names: Iterable[str]) -> int:
         """Bytes of these files together."""
@@ -97,30 +101,52 @@ class Checkpoint:
             return {}
         try:
             found = json.loads(self.path(name).read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BundleError(f"{self}: {name} is damaged ({error}): fetch it again") from error
         if not isinstance(found, dict):
             raise BundleError(f"{self}: {name} holds a {type(found).__name__}, not an object: fetch it again")
         return found
 
-    def tensors(self, name: str) -> dict[str, Any]:
+    def tensors(self, name: str) -> dict[str, Tensor]:
         """A file's tensors by name. Of a pickle torch reads nothing but tensors, so that no code runs."""
+        return self._only(Tensor, self._content(name), name)
+
+    def groups(self, name: str) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a file that has groups of them."""
+        groups = self._only(dict, self._content(name), name)
+        return {group: self._only(Tensor, content, f"{group} of {name}") for group, content in groups.items()}
+
+    def _only(self, kind: type[T], content: Any, where: str) -> dict[str, T]:
+        values = content.items() if isinstance(content, dict) else [("it", content)]
+        if odd := [(key, value) for key, value in values if not isinstance(value, kind)]:
+            found = f"{odd[0][0]} is a {type(odd[0][1]).__name__}, not a {kind.__name__}"
+            raise BundleError(f"{self}: in {where}, {found}: it is damaged, or of another version")
+        return dict(content)
+
+    def _content(self, name: str) -> Any:
         path = self.path(name)
         try:
             if path.suffix != ".safetensors":
-                found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                return dict(found)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             with safe_open(path, "pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
-            said = str(error).partition("\n")[0]
-            raise BundleError(f"{path} is damaged or holds more than tensors ({said}): fetch it again") from error
+        except pickle.UnpicklingError as error:
+            raise BundleError(
+                f"{path} is damaged, or holds code, which is not run: fetch it again, or ask its makers for safetensors"
+            ) from error
+        except (SafetensorError, RuntimeError, EOFError, ValueError, TypeError) as error:
+            raise BundleError(f"{path} is damaged ({short(error)}): fetch it again") from error
+
+    def _weight_map(self, weights: str) -> dict[str, str]:
+        """The file of each tensor; empty if all are in the one that `weights` names."""
+        found = self.json(f"{weights}.index.json").get("weight_map", {})
+        return self._only(str, found, f"the weight_map of {weights}.index.json")
 
     def shard(self, key: str) -> str:
         """Name of the file of a transformers folder that should have a tensor."""
         for name in _WEIGHTS:
-            if shards := self.json(f"{name}.index.json").get("weight_map"):
-                return str(shards.get(key, name))
+            if shards := self._weight_map(name):
+                return shards.get(key, name)
             if name in self.sizes:
                 return name
         raise BundleError(f"{self} has no weights of transformers: give one that has")
@@ -135,7 +161,7 @@ class Checkpoint:
                 found: Tensor | None = file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118
                 return found
         except SafetensorError as error:
-            raise BundleError(f"{self}: {name} is damaged ({error}): fetch it again") from error
+            raise BundleError(f"{self}: {name} is damaged ({short(error)}): fetch it again") from error
 
     def reference(self, key: str) -> dict[str, Any]:
         """How a config names this transformers folder, under `key`."""
@@ -154,8 +180,22 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
     with _reaching(name):
         found = HfApi().model_info(name, revision=revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in found.siblings or ()}
-    card = found.card_data
-    return Checkpoint(name, str(found.sha), "", sizes, None if card is None else card.get("license"))
+    return Checkpoint(name, str(found.sha), "", sizes, _license(found.card_data))
+
+
+def _card(path: Path) -> Any:
+    """The settings at the top of a folder's model card; None if there is none that can be read."""
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard(path.read_text("utf-8"), ignore_metadata_errors=True).data
+    except Exception:  # a parser's, too
+        return None
+
+
+def _license(card: Any) -> str:
+    found = None if card is None else card.get("license")
+    return ", ".join(map(str, found)) if isinstance(found, list) else str(found or "none given")
 
 
 @contextmanager
@@ -170,12 +210,13 @@ def _reaching(name: str) -> Iterator[None]:
         remedy = f"accept its terms at https://huggingface.co/{name}, then run `hf auth login`"
         raise BundleError(f"{name} is gated: {remedy}") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise BundleError(f"there is no {name!r} here or on the hub ({_short(error)}): check its name") from error
+        raise BundleError(f"there is no {name!r} here or on the hub ({short(error)}): check its name") from error
     except (OSError, HTTPError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise BundleError(f"no space left for {name} in the hub's cache: free some, or set HF_HOME") from error
-        raise BundleError(f"cannot fetch {name} from the hub ({_short(error)}): run the command again") from error
+        raise BundleError(f"cannot fetch {name} from the hub ({short(error)}): run the command again") from error
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
+    """An error's text on one line."""
     return " ".join(str(error).split())[:200]

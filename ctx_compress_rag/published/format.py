@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
-from ctx_compress_rag.published.checkpoint import Checkpoint
+from ctx_compress_rag.published.checkpoint import Checkpoint, short
+from ctx_compress_rag.text.chat import PromptTokenizer
+from ctx_compress_rag.text.tokenizing import text_ids
 
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -42,13 +44,19 @@ class Format(ABC):
 
     Attributes:
         name: the format's name.
+        known: published checkpoints, as arguments of `ctx-compress import`, and their licenses.
+        decoder_tensors: the decoder's tensors that `convert` reads.
+        caution: what the user has to check, because the files do not say it.
     """
 
     name: str
+    known: tuple[tuple[str, str], ...] = ()
+    decoder_tensors: tuple[str, ...] = ()
+    caution: str = ""
 
     def license(self, checkpoint: Checkpoint) -> str:
         """The license of the published weights."""
-        return checkpoint.license or "none given"
+        return checkpoint.license
 
     @abstractmethod
     def matches(self, checkpoint: Checkpoint) -> bool:
@@ -81,20 +89,17 @@ class Skeleton(Backbone):
     """
 
     def __init__(self, files: Checkpoint) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.files = files
-        folder = files.path("config.json").parent
         for name in files.of_transformers:
             if not name.endswith(".safetensors"):
                 files.path(name)
+        model = without_weights(files, AutoModelForCausalLM)
         try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        except (ValueError, KeyError, OSError) as error:  # an architecture that transformers does not know
-            raise BundleError(f"cannot read the decoder {files}: {error}") from error
+            tokenizer = AutoTokenizer.from_pretrained(files.path("config.json").parent, trust_remote_code=False)
+        except Exception as error:  # of transformers, tokenizers or a parser
+            raise BundleError(f"cannot read the tokenizer of {files} ({short(error)}): give another decoder") from error
         model.config._commit_hash = files.revision
         super().__init__(model, tokenizer)
 
@@ -109,6 +114,15 @@ class Skeleton(Backbone):
             for key, value in part._parameters.items():
                 if value is not None and value.is_meta:
                     part._parameters[key] = torch.nn.Parameter(torch.zeros(value.shape), requires_grad=False)
+
+    @cached_property
+    def spaces(self) -> str:
+        """Where the tokenizer adds a space: before "every" text after a control token, the "first" text, or "none"."""
+        prompts = PromptTokenizer(self.tokenizer)
+        alone = text_ids(self.tokenizer, "a")
+        if alone != prompts.encode(["", "a"])[1].tolist():
+            return "first"
+        return "every" if str(self.tokenizer.convert_ids_to_tokens(alone)[0]).startswith("▁") else "none"
 
     @cached_property
     def vocabulary(self) -> Tensor:
@@ -145,18 +159,41 @@ def exactly(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
         raise BundleError(f"{where} has {len(odd)} unknown tensors, such as {odd[0]}: it is of another version")
 
 
-def supported(checkpoint: Checkpoint, file: str, **values: Any) -> dict[str, Any]:
-    """Read a JSON file in which these settings must have these values."""
+def without_weights(files: Checkpoint, auto: Any) -> Any:
+    """The model of a transformers folder, of a class such as `AutoModel`, on the meta device."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(files.path("config.json").parent, trust_remote_code=False)
+        with torch.device("meta"):
+            return auto.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        kind = files.json("config.json").get("model_type")
+        raise BundleError(
+            f"this version of transformers has no model for {files}, of model_type {kind!r}, and code from the hub is "
+            "not run: give another, or a newer transformers"
+        ) from error
+
+
+def supported(checkpoint: Checkpoint, file: str, *counts: str, **values: Any) -> dict[str, Any]:
+    """Read a JSON file in which these settings must have these values, and `counts` be whole numbers above 0."""
     settings = checkpoint.json(file)
     for key, value in values.items():
         if settings.get(key) != value:
             found = settings.get(key)
             raise BundleError(f"{checkpoint}: {key} is {found!r} in {file}, and only {value!r} can be imported")
+    for key in counts:
+        if type(found := settings.get(key)) is not int or found < 1:
+            raise BundleError(f"{checkpoint}: {key} is {found!r} in {file}, not a whole number above 0: fetch it again")
     return settings
 
 
-def instruct_format(begin: str) -> str:
-    """Mistral's chat format without a system role, with this text before a user's message."""
+def instruct_format(begin: str, spaces: str) -> str:
+    """Mistral's chat format without a system role, with this text before a user's message.
+
+    In both projects the text begins with a space's token: where the tokenizer adds none after BOS, the format does.
+    """
+    begin = f" {begin}" if spaces == "first" else begin
     return (
         "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '"
         + begin
@@ -165,6 +202,9 @@ def instruct_format(begin: str) -> str:
     )
 
 
-def lora_only(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter's own tensors: newer versions of peft also write the embeddings."""
+def lora_only(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """An adapter's own tensors: newer versions of peft also write the embeddings and the head, which are `known`."""
+    for key, value in state.items():
+        if "lora_" not in key and not (key in known and torch.equal(value, known[key])):
+            raise BundleError(f"{where} trained {key}, beside the adapter's own tensors: this cannot be imported")
     return {f"{PEFT_PREFIX}{key}": value for key, value in state.items() if "lora_" in key}

@@ -21,15 +21,17 @@ class Icae(Format):
     """An adapter of the encoder, and a table of memory tokens and markers; the decoder is frozen."""
 
     name = "icae"
-
-    def license(self, checkpoint: Checkpoint) -> str:
-        return checkpoint.license or "apache-2.0"
+    known = (("sggetao/icae", "apache-2.0"),)
+    caution = "its files do not name the decoder, and those of another one of the same shape would be taken"
 
     def matches(self, checkpoint: Checkpoint) -> bool:
         return any(map(_FILE.fullmatch, checkpoint.sizes))
 
     def files(self, checkpoint: Checkpoint) -> list[str]:
-        return sorted(filter(_FILE.fullmatch, checkpoint.sizes))[:1]
+        found = sorted(filter(_FILE.fullmatch, checkpoint.sizes))
+        if len(found) > 1:
+            raise BundleError(f"{checkpoint} has {len(found)} checkpoints, {found}: copy one of them into a folder")
+        return found
 
     def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
         return Checkpoint.open(given or _DECODER)
@@ -67,10 +69,11 @@ class Icae(Format):
                 },
                 "base_ratio": _RATIO,
                 "max_tokens": _RATIO * slots,
-                "template": "{context}{question}",
+                # The question is tokenized alone there.
+                "template": "{context} {question}" if skeleton.spaces == "first" else "{context}{question}",
                 "separator": "",
                 "answer_tokens": 512,
-                "chat_template": instruct_format("[INST]"),
+                "chat_template": instruct_format("[INST]", skeleton.spaces),
             },
             compressor={"memory": memory[:slots], "begin": memory[:0]},
             reader={"wrap.before": memory[:0], "wrap.after": memory[-1:]},

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -22,12 +21,11 @@ from ctx_compress_rag.bundle.identity import fingerprint
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import files_digest, folder_digest
 from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import Conversion, Format, Skeleton
+from ctx_compress_rag.published.format import Conversion, Format, Skeleton, without_weights
 from ctx_compress_rag.published.registry import recognized
 from ctx_compress_rag.strict import explain
 
 _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0"}
-_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,14 @@ class Import:
         format: how they are read.
         skeleton: the decoder, without its weights.
         encoder: an encoder with weights of its own, or None.
+        parameters: of decoder and encoder together.
     """
 
     checkpoint: Checkpoint
     format: Format
     skeleton: Skeleton
     encoder: Checkpoint | None
+    parameters: int
 
     @classmethod
     def of(
@@ -69,9 +69,15 @@ class Import:
             BundleError: it is not there, of no known format, or of one that cannot be imported.
             ConfigError: an argument does not fit it.
         """
+        from transformers import AutoModel
+
         checkpoint = Checkpoint.open(str(name), revision, subfolder)
         found = recognized(checkpoint)
-        return cls(checkpoint, found, Skeleton(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder))
+        skeleton, own = Skeleton(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder)
+        models = [skeleton.model]
+        if own is not None and own.of_transformers:  # which looks whether all weights are there
+            models.append(without_weights(own, AutoModel))
+        return cls(checkpoint, found, skeleton, own, sum(p.numel() for model in models for p in model.parameters()))
 
     @property
     def license(self) -> str:
@@ -79,22 +85,29 @@ class Import:
         return self.format.license(self.checkpoint)
 
     @property
-    def download(self) -> int:
-        """Bytes that asking the bundle needs besides the bundle, some of them perhaps here already."""
-        used = self.checkpoint.bytes_of(self.format.files(self.checkpoint))
-        parts = [self.skeleton.files, *([] if self.encoder is None else [self.encoder])]
-        return used + sum(part.bytes_of(part.of_transformers) for part in parts)
+    def parts(self) -> dict[str, Checkpoint]:
+        """What the bundle names, or copies: the decoder, and an encoder with weights of its own."""
+        return {"decoder": self.skeleton.files} | ({} if self.encoder is None else {"encoder": self.encoder})
 
-    def parameters(self) -> int:
-        """Parameters of decoder and encoder."""
-        from transformers import AutoConfig, AutoModel
+    @property
+    def licenses(self) -> dict[str, str]:
+        """The license of each part."""
+        return {
+            name: self.license if part.name == self.checkpoint.name else part.license
+            for name, part in self.parts.items()
+        }
 
-        total = int(sum(p.numel() for p in self.skeleton.model.parameters()))
-        if self.encoder is not None:
-            with torch.device("meta"):
-                config = AutoConfig.from_pretrained(self.encoder.path("config.json").parent)
-                total += sum(p.numel() for p in AutoModel.from_config(config).parameters())
-        return total
+    @property
+    def read_now(self) -> int:
+        """Bytes that `write` reads, some of them perhaps here already."""
+        decoder, tensors = self.skeleton.files, self.format.decoder_tensors
+        shards = {decoder.shard(key) for key in tensors}
+        return self.checkpoint.bytes_of(self.format.files(self.checkpoint)) + decoder.bytes_of(shards)
+
+    @property
+    def read_in_use(self) -> int:
+        """Bytes of the decoder and the encoder, which are read when they are first used."""
+        return sum(part.bytes_of(part.of_transformers) for part in self.parts.values())
 
     def write(self, folder: str | Path, *, copy: bool = False) -> None:
         """Convert into a new folder; nothing is left of it if that fails.
@@ -110,34 +123,35 @@ class Import:
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} has files: give a new folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        needed = self.checkpoint.bytes_of(self.format.files(self.checkpoint)) + (self.download if copy else 0)
-        if (free := shutil.disk_usage(folder.parent).free) < needed:
-            raise BundleError(
-                f"the bundle needs up to {needed / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB: free some"
-            )
-        made = Path(mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        used = self.checkpoint.bytes_of(self.format.files(self.checkpoint))
+        needed = used + (self.read_in_use if copy else 0)
         try:
-            self._write(made, copy)
-            made.chmod(0o755)
-            with suppress(FileNotFoundError):
-                folder.rmdir()
-            made.rename(folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if (free := shutil.disk_usage(folder.parent).free) < needed:
+                raise BundleError(
+                    f"the bundle needs up to {needed / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB: free "
+                    "some"
+                )
+            with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as made:
+                self._write(Path(made), copy)
+                Path(made).chmod(0o755)
+                with suppress(FileNotFoundError):
+                    folder.rmdir()
+                Path(made).rename(folder)
         except OSError as error:
             raise BundleError(f"cannot write the bundle {folder}: {error}; free space, or choose another") from error
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
 
     def _write(self, folder: Path, copy: bool) -> None:
         conversion = self.format.convert(self.checkpoint, self.skeleton, self.encoder)
         for part in (conversion.compressor, conversion.reader, *conversion.adapters.values()):
-            _check_sizes(part, str(self.checkpoint))
+            if odd := [name for name, value in part.items() if not value.isfinite().all()]:
+                raise BundleError(f"{self.checkpoint}: {odd[0]} holds a NaN or an infinity: fetch it again")
         method, encoder = dict(conversion.settings["method"]), self.encoder
         if encoder is not None:
             here = encoder.revision is None
             digest = folder_digest(Path(encoder.name, encoder.subfolder)) if here else None
             method |= encoder.reference("encoder") | {"digest": digest}
-        bundle = self._bundle(conversion, {"method": method} | self.skeleton.files.reference("decoder"))
+        bundle = self._bundle(conversion, {"method": method} | self.skeleton.files.reference("decoder"), copy)
         bundle.save_pretrained(folder)
         if copy:
             self._copy(bundle, folder)
@@ -160,15 +174,17 @@ class Import:
         card = model_card(config, {}, fingerprint(config, "", digest, states))
         (folder / "README.md").write_text(card, encoding="utf-8")
 
-    def _bundle(self, conversion: Conversion, settings: Mapping[str, Any]) -> Bundle:
+    def _bundle(self, conversion: Conversion, settings: Mapping[str, Any], copy: bool) -> Bundle:
         checkpoint = self.checkpoint
+        contained = [self.license, *(self.licenses.values() if copy else ())]
         source = Source(
             name=checkpoint.name if checkpoint.revision else Path(checkpoint.name).name,
             revision=checkpoint.revision,
             subfolder=checkpoint.subfolder.strip("/") or None,
             format=self.format.name,
             license=self.license,
-            shareable=self.license.lower() in _SHAREABLE,
+            part_licenses=self.licenses,
+            shareable=all(license.lower() in _SHAREABLE for license in contained),
         )
         name = "-".join(filter(None, (Path(checkpoint.name).name, source.subfolder)))
         own = dict(conversion.settings)
@@ -214,13 +230,6 @@ def import_published(
     found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     found.write(folder, copy=copy)
     return Bundle.from_pretrained(folder, **options)
-
-
-def _check_sizes(state: Mapping[str, Tensor], where: str) -> None:
-    """Refuse what float16, in which bundles are stored, cannot hold."""
-    for name, value in state.items():
-        if not (largest := float(value.detach().abs().max()) if value.numel() else 0.0) <= _LARGEST:
-            raise BundleError(f"{where}: {name} holds {largest}, and a bundle stores at most {_LARGEST:.0f}")
 
 
 def _copy_files(part: Checkpoint, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import Conversion, Format, Skeleton, exactly, supported
+from ctx_compress_rag.published.format import EMBEDDINGS, Conversion, Format, Skeleton, exactly, supported
 
 _CONFIG = "model_config.json"
 _ADAPTER = "adapter/adapter.safetensors"
@@ -21,6 +21,8 @@ class Lclm(Format):
     """An encoder, a two-layer map and a decoder, all three trained and published together."""
 
     name = "lclm"
+    known = tuple((f"latent-context/0.6b-4b-LCLM-{ratio}x", "apache-2.0") for ratio in (4, 8, 16))
+    decoder_tensors = (EMBEDDINGS,)
 
     def matches(self, checkpoint: Checkpoint) -> bool:
         return {_CONFIG, _ADAPTER, "encoder/config.json", "decoder/config.json"} <= checkpoint.sizes.keys()
@@ -41,7 +43,7 @@ class Lclm(Format):
         assert encoder is not None
         # Its bidirectional mask has no effect with some attention implementations.
         plain = {"pooling": "mean", "encoder_mask_type": "causal", "boundary_overlap": 0, "adapter_type": "mlp"}
-        settings = supported(checkpoint, _CONFIG, **plain)
+        settings = supported(checkpoint, _CONFIG, "compression_ratio", "encoder_window_size", **plain)
         adapter = checkpoint.tensors(_ADAPTER)
         exactly(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
         reader = {f"projection.{own}": adapter[theirs] for theirs, own in _NAMES.items()}
@@ -51,7 +53,7 @@ class Lclm(Format):
         method = {
             "name": "own_encoder",
             "ratio": ratio,
-            "dim": encoder.json("config.json")["hidden_size"],
+            "dim": supported(encoder, "config.json", "hidden_size")["hidden_size"],
             "normed": True,
             "wrap": {"before": 1, "after": 1},
         }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published.checkpoint import Checkpoint
@@ -17,6 +21,7 @@ from ctx_compress_rag.published.format import (
     same_rows,
     supported,
 )
+from ctx_compress_rag.text.chat import takes_system
 
 _ADAPTERS = "adapters.pth"
 _LAYERS = "decoder_first_last_layers.pth"
@@ -24,6 +29,9 @@ _PROMPT = (
     "You are a helpful assistant. Your task is to extract relevant information from provided documents and to answer "
     "to questions as briefly as possible.|||Background:\n{context}\n\nQuestion:{question}"
 )
+
+_CLARA = "--subfolder compression-16 --decoder mistralai/Mistral-7B-Instruct-v0.2"
+_WITHOUT_THINKING = "{% set enable_thinking = false %}"
 
 
 class Pisco(Format):
@@ -34,11 +42,16 @@ class Pisco(Format):
     """
 
     name = "pisco"
+    known = (
+        *((f"naver/pisco-{decoder}", "cc-by-nc-4.0") for decoder in ("mistral", "llama", "solar")),
+        *((f"apple/CLaRa-7B-{stage} {_CLARA}", "apple-amlr") for stage in ("Base", "Instruct", "E2E")),
+    )
+    decoder_tensors = (EMBEDDINGS, HEAD)
 
     def license(self, checkpoint: Checkpoint) -> str:
         if checkpoint.json("config.json")["model_type"] == "COCOM":
             return "cc-by-nc-4.0"  # the card's text; its metadata says cc-by-4.0
-        return checkpoint.license or "apple-amlr"
+        return "apple-amlr" if checkpoint.license == "none given" else checkpoint.license
 
     def matches(self, checkpoint: Checkpoint) -> bool:
         kind = checkpoint.json("config.json").get("model_type")
@@ -48,55 +61,73 @@ class Pisco(Format):
         return ["config.json", _ADAPTERS, _LAYERS]  # pisco-llama has old shards beside them
 
     def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
-        named = str(given or checkpoint.json("config.json")["decoder_model_name"])
-        if given is None and named.startswith("/"):
+        named = str(given or checkpoint.json("config.json").get("decoder_model_name"))
+        if given is None and (named == "None" or named.startswith("/")):
             raise ConfigError(
-                f"{checkpoint} names its decoder by a path on its authors' machine, {named!r}: give the decoder's hub "
-                "id or folder with --decoder (decoder= in Python)"
+                f"{checkpoint} names as its decoder {named!r}, which is not on the hub: give the decoder's hub id or "
+                "folder with --decoder (decoder= in Python)"
             )
         return Checkpoint.open(named)
 
     def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
-        settings = supported(checkpoint, "config.json", sep=True, different_mem_tokens=True, lora=True)
+        counts = ("compr_rate", "lora_r", "doc_max_length")
+        settings = supported(checkpoint, "config.json", *counts, sep=True, different_mem_tokens=True, lora=True)
         ratio, rank = settings["compr_rate"], settings["lora_r"]
         slots = settings["doc_max_length"] // ratio
-        adapters = checkpoint.tensors(_ADAPTERS)
+        adapters = checkpoint.groups(_ADAPTERS)
         # CLaRa's end-to-end checkpoints have a third adapter, which ranks passages.
         exactly(adapters.keys() - {"query_reasoner_adapter"}, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
-        rows = self._added_rows(checkpoint, skeleton, slots + 3)
+        layers = checkpoint.tensors(_LAYERS)
+        rows = self._added_rows(checkpoint, layers, skeleton, slots + 3)
+        bos = self._bos(skeleton)
         tune = {"rank": rank, "alpha": 2 * rank}
         method: dict[str, Any] = {
             "name": "memory_tokens",
             "ratio": ratio,
             "slots": slots,
-            "begin": True,
+            "begin": 1 + len(bos),
+            "bos": "never" if len(bos) else "window",
             "eos": True,
             "encoder": tune,
             "decoder": tune,
             "wrap": {"after": 1, "every": slots},
         }
         memory, _, begin, separator = rows.split([slots, 1, 1, 1])
+        template = str(skeleton.tokenizer.chat_template)
+        prompt = _PROMPT if takes_system(skeleton.tokenizer) else _PROMPT.replace("|||", "\n")
         return Conversion(
             {
                 "method": method,
                 "base_ratio": ratio,
                 "max_tokens": ratio * slots,
-                "template": _PROMPT,
+                "template": prompt,
+                "chat_template": _WITHOUT_THINKING + template if "enable_thinking" in template else None,
                 "separator": "",
                 "answer_tokens": 128,
             },
-            compressor={"memory": memory, "begin": begin},
+            compressor={"memory": memory, "begin": torch.cat([begin, bos])},
             reader={"wrap.before": separator[:0], "wrap.after": separator},
             adapters={
-                "compressor": lora_only(adapters["encoder_adapter"]),
-                "reader": lora_only(adapters["decoder_adapter"]),
+                part: lora_only(adapters[name], layers, f"{checkpoint}: {name}")
+                for part, name in (("compressor", "encoder_adapter"), ("reader", "decoder_adapter"))
             },
         )
 
     @staticmethod
-    def _added_rows(checkpoint: Checkpoint, skeleton: Skeleton, count: int) -> Any:
+    def _bos(skeleton: Skeleton) -> Tensor:
+        """The embedding that CLaRa's code takes for a decoder without BOS (Qwen): its first special token's.
+
+        Shape: -> (1, dim), or (0, dim) if the decoder has a BOS.
+        """
+        if skeleton.tokenizer.bos_token_id is not None:
+            return skeleton.vocabulary[:0]
+        if not (special := skeleton.tokenizer.extra_special_tokens):
+            raise BundleError(f"the decoder {skeleton.files} has no BOS: give the one it was trained with")
+        return skeleton.token(str(special[0]))
+
+    @staticmethod
+    def _added_rows(checkpoint: Checkpoint, layers: Mapping[str, Tensor], skeleton: Skeleton, count: int) -> Any:
         """The embeddings of the added tokens, after checking that all others are the decoder's."""
-        layers = checkpoint.tensors(_LAYERS)
         exactly(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
         embeddings = layers[EMBEDDINGS]
         known = len(skeleton.tokenizer)

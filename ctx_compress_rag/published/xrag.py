@@ -30,9 +30,11 @@ class Xrag(Format):
     """A map from a retriever's vectors to a frozen decoder: one vector a passage."""
 
     name = "xrag"
+    known = (("Hannibal046/xrag-v1.1-7b", "apache-2.0"), ("Hannibal046/xrag-7b", "none given"))
+    decoder_tensors = (EMBEDDINGS,)
 
     def matches(self, checkpoint: Checkpoint) -> bool:
-        return "XMistralForCausalLM" in checkpoint.json("config.json").get("architectures", ())
+        return "XMistralForCausalLM" in (checkpoint.json("config.json").get("architectures") or ())
 
     def files(self, checkpoint: Checkpoint) -> list[str]:
         return ["config.json", *sorted({checkpoint.shard(key) for key in _NAMES})]
@@ -55,10 +57,13 @@ class Xrag(Format):
 
     def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
         assert encoder is not None
-        settings = supported(checkpoint, "config.json", projector_type="mlp2x_gelu")
+        settings = supported(checkpoint, "config.json", "retriever_hidden_size", projector_type="mlp2x_gelu")
         width, found = settings["retriever_hidden_size"], encoder.json("config.json").get("hidden_size")
         if width != found:
-            raise BundleError(f"{checkpoint} reads vectors of width {width}, and those of {encoder} have {found}")
+            raise BundleError(
+                f"{checkpoint} reads vectors of width {width}, and those of {encoder} have {found}: give its retriever "
+                "with --encoder (encoder= in Python)"
+            )
         tensors = {key: value for key in _NAMES if (value := checkpoint.tensor(key)) is not None}
         exactly(tensors, _NAMES, str(checkpoint))
         if skeleton.files != checkpoint and (rows := checkpoint.tensor(EMBEDDINGS)) is not None:
@@ -82,7 +87,7 @@ class Xrag(Format):
                 "separator": " ",
                 "answer_prefix": " The answer is:",
                 "answer_tokens": 30,
-                "chat_template": instruct_format("[INST] "),
+                "chat_template": instruct_format("[INST] ", skeleton.spaces),
             },
             reader={own: tensors[theirs] for theirs, own in _NAMES.items()},
         )

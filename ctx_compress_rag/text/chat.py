@@ -59,6 +59,15 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     return _render(tokenizer, [{"role": "user", "content": both}, *chat[2:]])
 
 
+def takes_system(tokenizer: Any) -> bool:
+    """Whether the tokenizer's chat format accepts a system message."""
+    try:
+        _render(tokenizer, [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    except ConfigError:
+        return False
+    return True
+
+
 def answer_ids(tokenizer: Any, answer: str) -> list[int]:
     """Token ids of an answer that follows a chat in `chat_text`, without the end token.
 

@@ -19,15 +19,29 @@ CASES: dict[str, dict[str, Any]] = {
     "pisco": _MISTRAL,
     "clara-instruct": _MISTRAL,
     "clara-e2e-128": _MISTRAL,
+    "clara-qwen": {"decoder": str(CHECKPOINTS / "lclm-4x" / "decoder")},
     "xrag": {"encoder": str(CHECKPOINTS / "sfr")},
     "icae": _MISTRAL,
 }
 """Checkpoints, and the options with which they are imported here."""
+FIRST = ["pisco-first", "xrag-first", "icae-first"]
+"""Some of them, with tokenizers that put a space only before a prompt's first text."""
 
 
 def imported(name: str, folder: Path) -> Bundle:
-    """The bundle of a checkpoint, in float32 on the CPU."""
-    return import_published(CHECKPOINTS / name, folder, **CASES[name], device="cpu", dtype="float32")
+    """The bundle of a checkpoint of `CASES` or `FIRST`, in float32 on the CPU."""
+    name, _, kind = name.partition("-first") if name in FIRST else (name, "", None)
+
+    def tokenized(source: Path) -> Path:
+        own = CHECKPOINTS / "first" / source.name
+        if kind is None or not own.exists():
+            return source
+        made = folder.parent / f"{folder.name}-parts" / source.name
+        shutil.copytree(source, made)
+        return Path(shutil.copytree(own, made, dirs_exist_ok=True))
+
+    options = {part: str(tokenized(Path(place))) for part, place in CASES[name].items()}
+    return import_published(tokenized(CHECKPOINTS / name), folder, **options, device="cpu", dtype="float32")
 
 
 def copied(name: str, folder: Path) -> Path:

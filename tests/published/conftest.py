@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from helpers.published import CASES, imported
+from helpers.published import CASES, FIRST, imported
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, *FIRST])
 def name(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen

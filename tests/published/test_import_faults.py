@@ -61,12 +61,21 @@ def scaled(name: str, factor: float) -> Callable[[Any], object]:
     return lambda state: state.update({name: state[name] * factor})
 
 
+def write(file: str, text: str) -> Damage:
+    return lambda folder: (folder / file).write_text(text)
+
+
+def remove(file: str) -> Damage:
+    return lambda folder: (folder / file).unlink()
+
+
 def in_encoder(change: Callable[[Any], object]) -> Damage:
     return rewrite("adapters.pth", lambda state: change(state["encoder_adapter"]))
 
 
 QUERY = "model.layers.0.self_attn.q_proj.lora_A.weight"
 ADAPTERS, LAYERS, EMBEDDINGS = "adapters.pth", "decoder_first_last_layers.pth", "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
 CONFIG, MODEL, MAP = "config.json", "model_config.json", "adapter/adapter.safetensors"
 ICAE, MEMORY = "mistral_7b_ft_icae.safetensors", "memory_token_embed.weight"
 FAULTS: dict[str, tuple[str, Damage, str]] = {
@@ -78,21 +87,48 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "another decoder's head": ("pisco", rewrite(LAYERS, scaled("lm_head.weight", 1.5)), "lm_head"),
     "more memory tokens than rows": ("pisco", rewrite(CONFIG, put(compr_rate=8)), "511"),
     "one memory token for all": ("pisco", rewrite(CONFIG, put(different_mem_tokens=False)), "False"),
-    "no file of layers": ("pisco", lambda folder: (folder / LAYERS).unlink(), LAYERS),
+    "no file of layers": ("pisco", remove(LAYERS), LAYERS),
     "a cut file": ("pisco", lambda folder: os.truncate(folder / LAYERS, 999), LAYERS),
-    "too large for float16": ("pisco", in_encoder(scaled(QUERY, 1e7)), "q_proj"),
+    "an infinity": ("pisco", in_encoder(scaled(QUERY, torch.inf)), "q_proj"),
+    "no length": ("pisco", rewrite(CONFIG, drop("doc_max_length")), "doc_max_length is None"),
+    "a length as text": ("pisco", rewrite(CONFIG, put(doc_max_length="128")), "doc_max_length is '128'"),
+    "a rate of zero": ("pisco", rewrite(CONFIG, put(compr_rate=0)), "compr_rate is 0"),
+    "no rank": ("pisco", rewrite(CONFIG, put(lora_r=None)), "lora_r is None"),
+    "an adapter without names": ("pisco", rewrite(ADAPTERS, put(encoder_adapter=torch.ones(1))), "encoder_adapter"),
+    "a number in an adapter": ("pisco", in_encoder(put(number=3)), "number"),
+    "a trained norm": ("pisco", in_encoder(put(**{"model.norm.weight": torch.ones(64)})), "model.norm.weight"),
+    "trained embeddings": ("pisco", in_encoder(put(**{EMBEDDINGS: torch.ones(511, 64)})), EMBEDDINGS),
     "a map's bias missing": ("lclm-4x", rewrite(MAP, drop("fc1.bias")), "fc1.bias"),
     "a map with attention": ("lclm-4x", rewrite(MODEL, put(adapter_type="mlp_attn")), "mlp_attn"),
     "an encoder that looks ahead": ("lclm-4x", rewrite(MODEL, put(encoder_mask_type="bidirectional")), "bidirectional"),
-    "settings that are no JSON": ("lclm-4x", lambda folder: (folder / MODEL).write_text("{"), MODEL),
+    "settings that are no JSON": ("lclm-4x", write(MODEL, "{"), MODEL),
+    "settings without end": ("lclm-4x", write(MODEL, "[" * 100_000), MODEL),
+    "no ratio": ("lclm-4x", rewrite(MODEL, drop("compression_ratio")), "compression_ratio"),
+    "no width": ("lclm-4x", rewrite(f"encoder/{CONFIG}", drop("hidden_size")), "hidden_size"),
+    "no weights of the encoder": ("lclm-4x", remove("encoder/model.safetensors"), "encoder lacks 1 of 1"),
+    "no shard of the decoder": (
+        "lclm-4x",
+        write(f"decoder/{INDEX}", '{"weight_map": {"a": "b.safetensors"}}'),
+        "b.safe",
+    ),
+    "an odd index": ("lclm-4x", write(f"decoder/{INDEX}", '{"weight_map": ["a"]}'), "weight_map"),
+    "an unknown decoder": ("lclm-4x", rewrite(f"decoder/{CONFIG}", put(model_type="odd")), "'odd'"),
+    "an unknown encoder": ("lclm-4x", rewrite(f"encoder/{CONFIG}", put(model_type="odd")), "'odd'"),
+    "a decoder's broken tokenizer": ("lclm-4x", write("decoder/tokenizer.json", "{}"), "tokenizer of"),
     "a map of another width": ("lclm-4x", rewrite(MAP, put(**{"norm.weight": torch.ones(8)})), "(8,)"),
     "a projector of another kind": ("xrag", rewrite(CONFIG, put(projector_type="linear")), "linear"),
     "no projector": ("xrag", rewrite("model.safetensors", drop("projector.projector.2.bias")), "projector.2.bias"),
     "a retriever of another width": ("xrag", rewrite(CONFIG, put(retriever_hidden_size=16)), "16"),
+    "no architecture": ("xrag", rewrite(CONFIG, put(architectures=None)), "lclm, pisco"),
+    "two checkpoints": (
+        "icae",
+        lambda folder: shutil.copy(folder / ICAE, folder / "other_ft_icae.safetensors"),
+        "other_",
+    ),
     "no memory": ("icae", rewrite(ICAE, drop(MEMORY)), MEMORY),
     "an unknown tensor": ("icae", rewrite(ICAE, put(other=torch.ones(1))), "other"),
     "OSCAR": ("pisco", rewrite(CONFIG, put(compr_model_name="meta-llama/Llama-3.2-1B")), "question"),
-    "COCOM": ("pisco", lambda folder: (folder / ADAPTERS).unlink(), "PISCO"),
+    "COCOM": ("pisco", remove(ADAPTERS), "PISCO"),
     "AutoCompressors": ("pisco", rewrite(CONFIG, put(model_type="llama", summary_length=50)), "segments"),
     "another model": ("pisco", rewrite(CONFIG, put(model_type="llama")), "lclm, pisco"),
 }
@@ -117,8 +153,9 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
 
     folder = copied("pisco", tmp_path)
     torch.save({"encoder_adapter": Evil(), "decoder_adapter": {}}, folder / "adapters.pth")
-    with pytest.raises(BundleError, match="adapters.pth"):
+    with pytest.raises(BundleError, match="adapters.pth") as caught:
         import_published(folder, tmp_path / "bundle", **CASES["pisco"])
+    assert "weights_only" not in str(caught.value)  # torch's advice is to load it all the same
     assert not (tmp_path / "ran").exists()
 
 
@@ -134,6 +171,9 @@ def test_old_shards_beside_the_adapters_are_not_read(tmp_path: Path) -> None:
 def test_a_decoder_named_by_a_path_of_its_authors_has_to_be_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/mnt/model.*--decoder"):
         import_published(CHECKPOINTS / "clara-instruct", tmp_path / "bundle")
+    rewrite(CONFIG, drop("decoder_model_name"))(copied("pisco", tmp_path))
+    with pytest.raises(ConfigError, match="--decoder"):
+        import_published(tmp_path / "pisco", tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("option", ["decoder", "encoder"])
@@ -149,6 +189,8 @@ def test_a_folder_with_files_and_a_full_disk_are_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(importing.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(BundleError, match="free some"):
         imported("lclm-4x", tmp_path / "bundle")
+    with pytest.raises(BundleError, match="mine"):
+        imported("lclm-4x", tmp_path / "mine" / "bundle")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -162,6 +204,19 @@ def test_a_license_that_restricts_sharing_is_kept(tmp_path: Path) -> None:
     bundle = imported("pisco", tmp_path / "bundle")
     with pytest.raises(ConfigError, match="cc-by-nc-4.0.*private=True"):
         bundle.push_to_hub("someone/pisco")
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_every_copied_parts_license_counts(copy: bool, tmp_path: Path) -> None:
+    """As on a model card: quoted, or a list; and not what the card's text says."""
+    cards = {"xrag": 'license: "apache-2.0"\n---\nlicense: mit', "sfr": "license: [cc-by-nc-4.0, mit]\n---"}
+    for name, card in cards.items():
+        (copied(name, tmp_path) / "README.md").write_text(f"---\n{card}\n")
+    made = import_published(tmp_path / "xrag", tmp_path / "bundle", encoder=str(tmp_path / "sfr"), copy=copy)
+    source = made.config.source
+    assert source is not None and source.license == "apache-2.0"
+    assert source.part_licenses == {"decoder": "apache-2.0", "encoder": "cc-by-nc-4.0, mit"}
+    assert source.shareable is not copy and "cc-by-nc-4.0" in (tmp_path / "bundle/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["lclm-4x", "pisco"])
@@ -257,8 +312,13 @@ def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path) -> Non
     done = command(here, tmp_path / "cache", str(CHECKPOINTS / "lclm-4x"), str(tmp_path / "bundle"))
     assert done.returncode == 0, done.stderr
     shown = done.stdout
-    assert found.license in shown and f"{found.parameters() * 2 / 1e9:.1f} GB in 16 bits" in shown
+    assert found.license in shown and f"{found.parameters * 2 / 1e9:.1f} GB in 16 bits" in shown
     assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").config.source is not None
+    dry = command(here, tmp_path / "cache", str(CHECKPOINTS / "lclm-4x"))
+    assert dry.returncode == 0 and dry.stdout and shown.startswith(dry.stdout)
+    listed = command(here, tmp_path / "cache", "--list").stdout.splitlines()
+    assert listed == [line for line in listed if line.split()[0] in {each.name for each in formats()}]
+    assert len(listed) == sum(len(each.known) for each in formats())
 
 
 def test_another_packages_format_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store.codec import decode, encode
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import PromptBuilder
-from helpers.published import TEXTS, imported
+from helpers.published import FIRST, TEXTS, imported
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as NodePostprocessor
@@ -33,6 +33,12 @@ TOKENS = 12
 PASSAGES = [*TEXTS["prompts"]["several"], TEXTS["long"], "A bridge."]
 LARGEST_CHANGE = {"fp16": 1e-3, "int8": 0.02, "int4": 0.2}
 """Of a passage's slots, relative to their size."""
+
+
+@pytest.fixture(scope="module", params=["lclm-4x", "clara-qwen", *FIRST])
+def name(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
 
 
 def test_a_saved_bundle_is_the_same_and_says_where_it_is_from(bundle: Bundle, tmp_path: Path) -> None:

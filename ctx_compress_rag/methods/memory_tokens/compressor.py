@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.memory_tokens.config import MemoryTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.chat import PromptTokenizer
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,8 @@ class MemoryTokensCompressor(TrunkCompressor):
     def __init__(self, backbone: Backbone, config: MemoryTokensConfig) -> None:
         super().__init__(backbone, config.encoder)
         self.config = config
-        zeros = torch.zeros(config.slots, backbone.dim, device=backbone.device)
-        self.memory = nn.Parameter(zeros, requires_grad=False)
-        self.begin = nn.Parameter(zeros[: int(config.begin)].clone(), requires_grad=False)
+        self.memory = nn.Parameter(torch.zeros(config.slots, backbone.dim, device=backbone.device), requires_grad=False)
+        self.begin = nn.Parameter(torch.zeros(config.begin, backbone.dim, device=backbone.device), requires_grad=False)
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make the memory tokens and the encoder's trained parameters trainable, and return them."""
@@ -72,13 +73,24 @@ class MemoryTokensCompressor(TrunkCompressor):
                 pieces[i] = SoftContext(rows, _spread(windows[i].tokens, self.config.slots))
         return joined([each.passage for each in windows], [pieces[i] for i in range(len(windows))])
 
+    @cached_property
+    def _prompts(self) -> PromptTokenizer:
+        return PromptTokenizer(self.backbone.tokenizer)
+
+    def _ids_inside(self, text: str) -> list[int]:
+        """Token ids of a text after a control token: some tokenizers put a space only before the first text."""
+        ids: list[int] = self._prompts.encode(["", self._prompts.as_text(text)])[1].tolist()
+        return ids
+
     def _windows(self, passages: Sequence[Tokenized]) -> list[_Window]:
         config = self.config
         eos = [self.backbone.tokenizer.eos_token_id] if config.eos else []
         bos = [self.backbone.tokenizer.bos_token_id]
         windows = []
         for index, passage in enumerate(passages):
-            ids = [*(bos if config.bos == "first" else ()), *passage.ids]
+            begun = config.begin > 0 or config.bos == "window"
+            ids = self._ids_inside(passage.text) if begun else passage.ids
+            ids = [*(bos if config.bos == "first" else ()), *ids]
             length = config.window
             if config.equal:
                 length = -(-len(ids) // -(-len(ids) // length))

@@ -14,7 +14,7 @@ class MemoryTokensConfig(OneRatioConfig):
 
     Attributes:
         slots: memory tokens per window, whose length is `ratio` times this number.
-        begin: whether a learned vector comes before each window.
+        begin: learned vectors before each window.
         bos: where the decoder's BOS comes: before every "window", before the "first" of a passage, as one of its
             tokens, or "never".
         eos: whether the decoder's end token comes after each window.
@@ -24,7 +24,7 @@ class MemoryTokensConfig(OneRatioConfig):
 
     name: Literal["memory_tokens"] = "memory_tokens"
     slots: int = Field(gt=0)
-    begin: bool = False
+    begin: int = Field(default=0, ge=0)
     bos: Literal["window", "first", "never"] = "window"
     eos: bool = False
     equal: bool = False
