@@ -20,8 +20,8 @@ def pytest_runtest_teardown() -> None:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A byte-level BPE tokenizer with a chat template."""
-    from benchmarks.world.tokenizer import train_tokenizer
     from benchmarks.world.world import tokenizer_texts
+    from helpers.tokenizer import train_tokenizer
 
     return train_tokenizer(tokenizer_texts(50), vocab_size=600, max_length=512)
 

@@ -17,7 +17,7 @@ from ctx_compress_rag.errors import ConfigError
 def compare(
     comparison: Annotated[
         str, typer.Argument(metavar="FILE", help="A YAML file of entries, or a shipped one.")
-    ] = "demo",
+    ] = "natural",
     budget: Annotated[int, typer.Option(metavar="STEPS", help="Training steps per entry.")] = 1000,
     entries: Annotated[
         list[str] | None, typer.Option(metavar="NAME...", help="Only these.  [default: all in the file]")
@@ -37,9 +37,8 @@ def compare(
 ) -> None:
     """Train methods equally and score them.
 
-    All start from the same decoder and have the same budget. FILE also names the data: an invented world in `demo`,
-    real text in `natural`. Writes one table and one plot, also when an entry fails. Run it again after an interruption:
-    finished entries are kept, the others resume at their last checkpoint.
+    All start from the same decoder and have the same budget. Writes one table and one plot, also when an entry fails.
+    Run it again after an interruption: finished entries are kept, the others resume at their last checkpoint.
     """
     from benchmarks.compare.config import BASELINES, Budget, chosen, load_comparison
     from benchmarks.compare.report import save, text

@@ -210,7 +210,7 @@ class Budget:
 
 
 def load_comparison(path: str | Path) -> Comparison:
-    """Read a comparison from a YAML file, or a shipped one by name (`demo`).
+    """Read a comparison from a YAML file, or a shipped one by name (`natural`).
 
     Raises:
         ConfigError: there is no such file, or it has an unknown key or impossible value.

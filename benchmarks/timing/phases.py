@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.models.flops import counting
 
 K = TypeVar("K")
 
@@ -60,6 +60,22 @@ def count_flops(phases: Phases) -> tuple[int, int]:
     with counting() as answering:
         phases.answer_apart(prepared)
     return preparing.get_total_flops(), answering.get_total_flops()
+
+
+def counting() -> FlopCounterMode:
+    """A context that counts operations of matrix products and attention, forward and backward, in this thread.
+
+    The operations of a compiled model are not counted.
+    """
+    # torch counts only its attention kernels for GPUs; the one for CPUs has the same products.
+    aten: Any = torch.ops.aten
+    kernels = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+            sdpa_backward_flop_count(grad, q, k, v)
+        ),
+    }
+    return FlopCounterMode(display=False, custom_mapping=kernels)
 
 
 def _now(device: torch.device) -> float:

@@ -180,7 +180,7 @@ def random_bundle(tokenizer: Any) -> Bundle:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ctx_compress_rag.bundle.config import BundleConfig
-    from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+    from ctx_compress_rag.methods.mean_pooling import MeanPoolingConfig
     from ctx_compress_rag.models.backbone import Backbone
     from ctx_compress_rag.models.loading import choose_device
 

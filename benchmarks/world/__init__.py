@@ -3,6 +3,6 @@
 from pathlib import Path
 
 BUNDLE = Path(__file__).parent / "bundle"
-"""The bundle trained on it by the recipes in `recipes/demo`."""
+"""The bundle trained on it: the decoder from nothing, then mean pooling by distillation."""
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -1,4 +1,4 @@
-"""Commands that write the invented world's data and decoder to files, and train on them."""
+"""Commands that write the invented world's data to files, and train on them."""
 
 from __future__ import annotations
 
@@ -47,23 +47,13 @@ def world_families(
     print(f"{write_families(Path(folder), split, count)} families in {folder}")
 
 
-@command("runs/world/untrained", lab)
-def world_decoder(folder: Annotated[str, typer.Argument(metavar="DIR")]) -> None:
-    """Write an untrained decoder with its tokenizer."""
-    from benchmarks.world.decoder import new_decoder
-
-    quiet_models()
-    new_decoder(Path(folder))
-
-
-@command("demo/teacher", lab)
+@command("rag_gd/demo/rag_gd_k1", lab)
 def world_train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or one in benchmarks/world/recipes.")],
 ) -> None:
     """Train by a recipe, as `ctx-compress train` does; knows the stages of benchmarks, too."""
     import benchmarks.adaptation.hypertuning
-    import benchmarks.adaptation.prompt_tuning
-    import benchmarks.world.teacher  # noqa: F401, they register their stages
+    import benchmarks.adaptation.prompt_tuning  # noqa: F401, they register their stages
     from ctx_compress_rag.training.run import run_recipe
 
     quiet_models()

@@ -22,7 +22,7 @@ from ctx_compress_rag.strict import any_of
 __all__ = ["METHODS", "AnyMethodConfig", "Method", "register"]
 
 for _found in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}."):
-    if _found.ispkg:
+    if _found.name != __name__:
         import_module(_found.name)
 for _entry in entry_points(group="ctx_compress_rag.methods"):
     try:

@@ -20,7 +20,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.methods.mean_pooling import MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import pool

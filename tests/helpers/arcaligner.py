@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.decoding.splice import Spliced, splice
-from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
-from ctx_compress_rag.methods.arcaligner.reader import ArcAlignerReader
+from ctx_compress_rag.methods.arcaligner import ArcAlignerConfig, ArcAlignerReader
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures

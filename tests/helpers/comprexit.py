@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
-from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
-from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
+from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig
 from ctx_compress_rag.models.backbone import Backbone
 from helpers.methods import COMPREXIT
 from helpers.models import tiny_config, tiny_llama

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.compression_tokens.compressor import CompressionTokensCompressor
-from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
+from ctx_compress_rag.methods.compression_tokens import CompressionTokensCompressor, CompressionTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.distillation import DistillationRecipe

@@ -17,9 +17,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
-from ctx_compress_rag.methods.comprexit.compressor import ComprexitCompressor
-from ctx_compress_rag.methods.comprexit.config import ComprexitConfig
-from ctx_compress_rag.methods.comprexit.transport import sinkhorn
+from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig, sinkhorn
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.comprexit import SMALL, blocks_outputs, comprexit_bundle, encode, some_ids

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
-from ctx_compress_rag.methods.mean_pooling.config import MeanPoolingConfig
+from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor, MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.methods import compress_ids

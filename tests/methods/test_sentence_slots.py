@@ -19,8 +19,7 @@ from sentencex import segment
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
-from ctx_compress_rag.methods.sentence_slots.config import SentenceSlotsConfig
-from ctx_compress_rag.methods.sentence_slots.sentence_encoder import SentenceEncoder
+from ctx_compress_rag.methods.sentence_slots import SentenceEncoder, SentenceSlotsConfig
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.sentences import sentences, split
 from helpers.sentences import DIM, save_encoder, sentence_bundle, unigram

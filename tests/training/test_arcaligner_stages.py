@@ -1,24 +1,19 @@
-"""ArcAligner's stages (section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations, pictures."""
+"""ArcAligner's stages (section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations."""
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.pictures.inspect import inspect
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.methods.arcaligner.config import SelectiveLoraConfig
-from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.methods.arcaligner import SelectiveLoraConfig
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.arcaligner import LORA, make_reader, prompts, read
@@ -144,35 +139,3 @@ def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:
     assert "earlier" not in told[-1]
     assert "| Training steps | 9, in stages of 3, 3 and 3 |" in (stages / "3" / "bundle" / "README.md").read_text()
     assert "| Training steps | 3 |" in (stages / "1" / "bundle" / "README.md").read_text()
-
-
-# Pictures
-
-
-def test_loops_are_drawn_for_a_text(stages: Path, tmp_path: Path) -> None:
-    """The numbers are those of a prompt that was read, whatever is asked after the text."""
-    bundle = Bundle.from_pretrained(stages / "3" / "bundle")
-    torch.manual_seed(2)
-    for parameter in bundle.reader.gates.parameters():  # gates that decide: some open, some closed
-        nn.init.normal_(parameter, std=2.0)
-    text = "Orla keeps a goat. Orla is old. She came by sea. Nobody knows when."
-    files = inspect(bundle, [text], tmp_path / "pictures")
-    assert [file.name for file in files] == ["loops.json", "loops.png"]
-    assert files[1].read_bytes().startswith(b"\x89PNG")
-    numbers = json.loads(files[0].read_text())
-    assert [slot.split()[0] for slot in numbers["slots"]] == ["Orla", "Orla", "She", "Nobody"]
-    assert (numbers["layers"], numbers["most_loops"]) == ([0, 1], 2)
-    with SoftContextStore(tmp_path / "store", bundle) as store:
-        [marker] = store.markers(store.ensure([text]), store.base_ratio)
-        for question in ("who?", "what came by sea, and when?"):
-            prompt = [{"role": "user", "content": f"{marker}\n\nQuestion: {question}"}]
-            TransformersDecoder(bundle, store).generate([prompt], Sampling(max_new_tokens=1))
-            loops = bundle.reader.last_loops
-            seen = torch.stack([loops[layer][loops[layer] >= 0] for layer in numbers["layers"]], dim=1)
-            assert seen.tolist() == numbers["loops"]
-    assert len({count for row in numbers["loops"] for count in row}) > 1
-    means = [sum(column) / len(column) for column in zip(*numbers["loops"], strict=True)]
-    assert numbers["mean_loops"] == pytest.approx(means)
-    assert 1 < numbers["flops"] / numbers["flops_of_the_frozen_decoder"] < 1 + 2  # a prompt of little but slots
-    with pytest.raises(ConfigError, match="gates are off"):
-        inspect(Bundle.from_pretrained(stages / "2" / "bundle"), [text], tmp_path)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.mean_pooling.compressor import MeanPoolingCompressor
+from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor
 from ctx_compress_rag.training.engine.packing import PADDING, Packer, packed_loss
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe

@@ -5,16 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized, batches, joined
+from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
+from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
-from ctx_compress_rag.methods.memory_tokens.config import MemoryTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.chat import PromptTokenizer
+
+
+class MemoryTokensConfig(OneRatioConfig):
+    """Memory tokens: a fixed number of learned vectors after each window of text, however short it is.
+
+    Attributes:
+        slots: memory tokens per window, whose length is `ratio` times this number.
+        begin: learned vectors before each window.
+        bos: where the decoder's BOS comes: before every "window", before the "first" of a passage, as one of its
+            tokens, or "never".
+        eos: whether the decoder's end token comes after each window.
+        equal: cut a passage into windows of equal length (ICAE), not into full ones and a rest.
+        wrap: what the decoder reads around the slots.
+    """
+
+    name: Literal["memory_tokens"] = "memory_tokens"
+    slots: int = Field(gt=0)
+    begin: int = Field(default=0, ge=0)
+    bos: Literal["window", "first", "never"] = "window"
+    eos: bool = False
+    equal: bool = False
+    encoder: TuneConfig = TuneConfig()
+    decoder: TuneConfig = TuneConfig()
+    wrap: WrapConfig = WrapConfig()
+
+    @property
+    def window(self) -> int:
+        """Source tokens of a full window."""
+        return self.ratio * self.slots
 
 
 @dataclass(frozen=True)
@@ -122,3 +155,13 @@ def _spread(tokens: int, slots: int) -> Tensor:
     """Source tokens per slot, as even as possible: each slot saw them all, and only their sum matters."""
     bounds = torch.arange(slots + 1) * tokens // slots
     return bounds.diff()
+
+
+register(
+    Method(
+        config=MemoryTokensConfig,
+        compressor=MemoryTokensCompressor,
+        reader=lambda backbone, config, compressor: Reader(backbone, None, config.decoder, config.wrap),
+        paper="PISCO: Pretty Simple Compression for Retrieval-Augmented Generation",
+    )
+)

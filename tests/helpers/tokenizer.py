@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer for decoders trained from scratch."""
+"""A small byte-level BPE tokenizer with a chat template."""
 
 from __future__ import annotations
 

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
+from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
+from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.projections import LinearMap
+from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.base.trunk import TrunkCompressor
-from ctx_compress_rag.methods.compression_tokens.config import CompressionTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
+
+
+class CompressionTokensConfig(MethodConfig):
+    """Compression tokens (Simple Context Compression, section 5.1): one learned token, repeated once for each slot.
+
+    `attention` is how compression tokens see each other: "causal", as in the decoder, or "bidirectional". The text
+    is always read causally.
+    """
+
+    name: Literal["compression_tokens"] = "compression_tokens"
+    attention: Literal["causal", "bidirectional"] = "bidirectional"
+    encoder: TuneConfig = TuneConfig()
+    decoder: TuneConfig = TuneConfig()
 
 
 class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
@@ -116,3 +132,15 @@ def compression_mask(real: Sequence[Tensor], bidirectional: bool, dtype: torch.d
         seen = seen | (same & (query > 0))
     hidden = ~(seen & torch.cat(list(real), dim=1).unsqueeze(1))
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)[:, None]
+
+
+register(
+    Method(
+        config=CompressionTokensConfig,
+        compressor=CompressionTokensCompressor,
+        reader=lambda backbone, config, compressor: Reader(
+            backbone, LinearMap(compressor.dim, backbone.dim), config.decoder
+        ),
+        paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
+    )
+)

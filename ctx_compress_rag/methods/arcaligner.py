@@ -2,24 +2,161 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, cast
+from functools import cache, partial
+from itertools import chain
+from typing import Any, Literal, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.cache_utils import Cache
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.arcaligner.config import ArcAlignerConfig
-from ctx_compress_rag.methods.arcaligner.recursion import Recursion, named, states_of
-from ctx_compress_rag.methods.arcaligner.selective_lora import SelectiveLora, SlotPlaces, twin
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.base.part import UnregisteredModule
+from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.part import UnregisteredModule, linear_layers
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
+from ctx_compress_rag.strict import Strict
+
+
+class SelectiveLoraConfig(Strict):
+    """LoRA at slot positions only, beside every linear layer (ArcAligner, section 3.3 and table 5)."""
+
+    rank: int = Field(default=128, gt=0)
+    alpha: int = Field(default=32, gt=0)
+    dropout: float = Field(default=0.05, ge=0, lt=1)
+
+
+class ArcAlignerConfig(SentenceUnits):
+    """ArcAligner (tables 5 and 6): sentence slots read with selective LoRA and recursive gates.
+
+    Attributes:
+        lora: None is the paper's ablation without LoRA.
+        loops: most passes after the mandatory one (T of algorithm 1); 0 switches the gates off, for stages I
+            and II and the ablation without recursion. We read the tables' "max loops 3" as T: algorithm 1 defines
+            the method, and its T counts passes after the mandatory one, as does section 3.4 ("up to T additional").
+            Appendix E also counts the mandatory pass; T would then be 2.
+        gated_layers: which of the decoder's layers have gates, counted from 0.
+        gate: "open" is the ablation without gate: every slot takes all loops.
+        gate_width: width of the gates' inner layer; the paper does not give it.
+    """
+
+    name: Literal["arcaligner"] = "arcaligner"
+    lora: SelectiveLoraConfig | None = SelectiveLoraConfig()
+    loops: int = Field(default=3, ge=0)
+    gated_layers: Literal["all"] | list[int] = "all"
+    gate: Literal["learned", "open"] = "learned"
+    gate_width: int = Field(default=128, gt=0)
+
+
+class SlotPlaces:
+    """Where the slots of a batch are.
+
+    Attributes:
+        mask: bool (batch, length).
+        index: int64 (slots,): the slots' places among all positions, row after row.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.index = mask.flatten().nonzero().squeeze(1)
+
+    def take(self, states: Tensor) -> Tensor:
+        """The states at slots: (batch, length, dim) -> (slots, dim).
+
+        Raises:
+            ConfigError: `states` are not those of all positions, for example because a router sends tokens to experts.
+        """
+        rows = states.flatten(0, -2)
+        if len(rows) != self.mask.numel():
+            raise ConfigError(f"a layer got only {len(rows)} of {self.mask.numel()} positions: choose another decoder")
+        return rows[self.index]
+
+
+class SlotUpdate(nn.Module):
+    """The low-rank update of one frozen linear layer: (alpha / rank) B A x, zero until it is trained."""
+
+    def __init__(self, linear: nn.Linear, config: SelectiveLoraConfig) -> None:
+        super().__init__()
+        self.scale = config.alpha / config.rank
+        self.dropout = config.dropout
+        self.a = nn.Parameter(torch.empty(config.rank, linear.in_features))
+        self.b = nn.Parameter(torch.zeros(linear.out_features, config.rank))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The update for the layer's inputs at slots.
+
+        Shape: (slots, in) -> (slots, out)
+        """
+        x = F.dropout(x.to(self.a.dtype), self.dropout, self.training and torch.is_grad_enabled())
+        return self.scale * F.linear(F.linear(x, self.a), self.b)
+
+
+class SelectiveLora(nn.Module):
+    """M * (B A x) beside every linear layer of one decoder layer.
+
+    Equation 3 writes the layer as F(H) + M * dF(H) and leaves open where the mask M enters. At the layer's
+    output, it would need two runs, and two sets of keys and values for each position: a text position on the
+    frozen path would have to see the slots' frozen keys, and a slot the text's adapted keys. Here the mask
+    enters each linear layer, W x + M * B A x, as in the method that the paper cites for it (P-LoRA; Dong et
+    al., 2024): dF is everything that these updates change. A text position then uses only frozen weights, at
+    every layer, and its keys and values are the frozen decoder's for its state. That state is the frozen
+    model's as long as no slot precedes it; after a slot, it has read the slot's adapted keys and values, which
+    is the purpose of the update.
+
+    Attributes:
+        slots: where updates are added now; None outside `on`.
+
+    Raises:
+        ConfigError: the layer has no linear layers.
+    """
+
+    def __init__(self, layer: nn.Module, config: SelectiveLoraConfig) -> None:
+        super().__init__()
+        linears = {name.replace(".", "_"): linear for name, linear in linear_layers(layer)}
+        if not linears:
+            raise ConfigError(
+                f"{type(layer).__name__} has no nn.Linear to adapt: this decoder cannot take selective LoRA"
+            )
+        self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
+        self._linears = UnregisteredModule(list(linears.values()))
+        self.slots: SlotPlaces | None = None
+
+    @contextmanager
+    def on(self, slots: SlotPlaces) -> Iterator[None]:
+        """Add the updates at slots within the context; a nested context uses its own slots."""
+        outer, self.slots = self.slots, slots
+        with ExitStack() as hooks:
+            if outer is None:
+                for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
+                    hooks.callback(linear.register_forward_hook(partial(self._add, update)).remove)
+            try:
+                yield
+            finally:
+                self.slots = outer
+
+    def _add(self, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        assert self.slots is not None  # it is `on`
+        # In place, at slots only: other positions stay bit-identical and cost nothing.
+        change = update(self.slots.take(args[0])).to(output.dtype)
+        output.view(-1, output.shape[-1]).index_add_(0, self.slots.index, change)
+
+
+def twin(model: nn.Module) -> Any:
+    """A copy of the modules that shares their tensors: hooks on one do not affect the other."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
 
 # The logit of new gates, just below the threshold. An untrained gate changes nothing, so that stage III
 # starts with the model that stage II left, and a few steps are enough to open a gate.
@@ -123,7 +260,9 @@ class ArcAlignerReader(Reader):
 
     def _forward(self, trunk: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The twin's trunk: its own `forward`, with algorithm 1 if a prompt has slots."""
-        inputs = named(trunk, args, kwargs)
+        inputs = (
+            dict(zip(_arguments(type(trunk).forward), args, strict=False)) | kwargs
+        )  # architectures differ in their order
         cache = inputs.get("past_key_values")
         if self._slot_mask is None or (cache is not None and cache.get_seq_length()):
             return forward(**inputs)
@@ -172,10 +311,11 @@ class ArcAlignerReader(Reader):
         H^(l+1,0), (batch, length, dim), or a tuple that begins with it. Returns `made` with H^(l+1,T) in place of
         H^(l+1,0), as the next layer's input.
         """
-        state = states_of(made)
+        state = _states(made)
         training = self.training and torch.is_grad_enabled()
-        lora = cast(SelectiveLora, self.lora[number]) if self.config.lora else None
-        candidates = Recursion(layer, lora, slots, args, kwargs)
+        # Only the mandatory pass writes to the layer's cache, whatever its argument is called.
+        given = [None if isinstance(value, Cache) else value for value in args[1:]]
+        named = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
         at = slots.mask  # the slots that a pass refines: in training all, for the gates' gradients
         loops = at.long() - 1
         for _ in range(self.config.loops):
@@ -187,7 +327,7 @@ class ArcAlignerReader(Reader):
             hard = logits >= 0  # sigmoid(logits) >= 0.5, without its rounding
             loops[at] += hard.squeeze(1).long()
             if training:
-                candidate, soft = candidates(state, at), logits.sigmoid()  # eq. 6, 5
+                candidate, soft = _states(layer.forward(state, *given, **named))[at], logits.sigmoid()  # eq. 6, 5
                 g = hard.to(soft.dtype) + (soft - soft.detach())  # eq. 7: exactly 0 or 1, with the gradient of eq. 5
                 # Eq. 8. As current + g (candidate - current), half precision would round the candidate.
                 updated = g * candidate + (1 - g) * current
@@ -196,7 +336,29 @@ class ArcAlignerReader(Reader):
                 at = at.masked_scatter(at, hard)
                 if not at.any():
                     break
-                updated = candidates(state, at)
+                updated = _states(layer.forward(state, *given, **named))[at]
             state = state.masked_scatter(at.unsqueeze(-1), updated.to(state.dtype))  # eq. 9
         self.last_loops[number] = loops
         return (state, *made[1:]) if isinstance(made, tuple) else state
+
+
+@cache
+def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a method's arguments. Give a class's `forward`: hooks may replace the object's."""
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _states(made: Any) -> Tensor:
+    """The states in a decoder layer's result: some layers return a tuple that begins with them."""
+    states: Tensor = made[0] if isinstance(made, tuple) else made
+    return states
+
+
+register(
+    Method(
+        config=ArcAlignerConfig,
+        compressor=SentenceSlotsCompressor,
+        reader=lambda backbone, config, compressor: ArcAlignerReader(backbone, compressor.dim, config),
+        paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
+    )
+)

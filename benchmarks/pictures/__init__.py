@@ -1,1 +1,0 @@
-"""Plots of what the methods attend to."""

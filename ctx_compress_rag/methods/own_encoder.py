@@ -1,0 +1,193 @@
+"""Pooled hidden states of an encoder with weights of its own (Latent Context Language Models; xRAG)."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized, batches, joined, padded, windows
+from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
+from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.identity import folder_digest
+from ctx_compress_rag.soft_context import SoftContext, pool
+from ctx_compress_rag.text.tokenizing import text_ids
+
+
+class OwnEncoderConfig(OneRatioConfig):
+    """A frozen encoder with weights of its own, whose hidden states are pooled.
+
+    Attributes:
+        encoder: the encoder: a hub id or a folder; None if the bundle has it in `encoder/`.
+        subfolder: where it is in there.
+        revision: its revision on the hub.
+        digest: SHA-256 of a folder's files; None on the hub, where the revision says the same.
+        dim: the width of its hidden states; given here so that reading stored slots needs no encoder.
+        pooling: what a slot is: the "mean" of the hidden states of `ratio` tokens, or the "last" one of a window.
+        bos: whether its BOS comes before each window.
+        eos: whether its end token comes after each window.
+        normed: whether slots are normalized before the reader's map.
+        decoder: how the decoder is adapted.
+        wrap: what the decoder reads around the slots.
+    """
+
+    name: Literal["own_encoder"] = "own_encoder"
+    encoder: str | None = None
+    subfolder: str | None = None
+    revision: str | None = None
+    digest: str | None = None
+    dim: int = Field(gt=0)
+    pooling: Literal["mean", "last"] = "mean"
+    bos: bool = False
+    eos: bool = False
+    normed: bool = False
+    decoder: TuneConfig = TuneConfig(mode="frozen")
+    wrap: WrapConfig = WrapConfig()
+
+
+class OwnEncoder:
+    """Loads an encoder and its tokenizer as the decoder was loaded: device, dtype and quantization.
+
+    It is not an nn.Module, so that its weights are not saved with a bundle. Reading stored slots does not load it.
+
+    Attributes:
+        folder: where the bundle lies, if it ships the encoder.
+    """
+
+    def __init__(self, config: OwnEncoderConfig, backbone: Backbone) -> None:
+        self.config = config
+        self.folder: Path | None = None
+        self._backbone = backbone
+        self._loaded: tuple[Any, Any] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self) -> tuple[Any, Any]:
+        """The model and its tokenizer.
+
+        Raises:
+            BundleError: there is no such encoder, or its files have changed since the bundle was made.
+        """
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._load()
+            return self._loaded
+
+    @property
+    def place(self) -> Path | None:
+        """The encoder's folder here; None if it is on the hub.
+
+        Raises:
+            BundleError: the bundle should ship it, but was not loaded from a folder.
+        """
+        config = self.config
+        if config.encoder is None:
+            if self.folder is None:
+                raise BundleError("the bundle ships its encoder in encoder/: load it with Bundle.from_pretrained")
+            return self.folder / "encoder"
+        folder = Path(config.encoder, config.subfolder or "")
+        return folder if folder.is_dir() else None
+
+    def _load(self) -> tuple[Any, Any]:
+        from transformers import AutoModel, AutoTokenizer
+
+        config, decoder, place = self.config, self._backbone.model, self.place
+        if place is not None and config.digest is not None and folder_digest(place) != config.digest:
+            raise BundleError(f"{place} is not the encoder that the bundle was made with: import the bundle again")
+        where: dict[str, Any] = {"trust_remote_code": False}
+        if place is None:
+            where |= {"revision": config.revision, "subfolder": config.subfolder or ""}
+        options: dict[str, Any] = {"device_map": {"": self._backbone.device}} if self._backbone.quantized else {}
+        if self._backbone.quantized:
+            options["quantization_config"] = decoder.hf_quantizer.quantization_config
+        name = str(place or config.encoder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, **where)
+            found: Any = AutoModel.from_pretrained(
+                name, use_safetensors=True, dtype=decoder.dtype, output_loading_info=True, **where, **options
+            )
+        except Exception as error:  # transformers raises many kinds
+            raise BundleError(f"cannot load the encoder {name!r}: {error}") from error
+        model, loading = found
+        if missing := loading["missing_keys"]:
+            raise BundleError(f"the encoder {name!r} lacks {len(missing)} weights, such as {min(missing)}")
+        if not options:
+            model = model.to(self._backbone.device)
+        return model.eval().requires_grad_(False), tokenizer
+
+
+class OwnEncoderCompressor(Compressor):
+    """A causal encoder reads a passage window by window; a slot is the mean of some hidden states, or a window's last.
+
+    Windows and token counts are of the encoder's tokenizer. A mean of slots is not a slot of another ratio: the map
+    that reads them was trained for one.
+    """
+
+    def __init__(self, backbone: Backbone, config: OwnEncoderConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+        self.dim = config.dim
+        self.encoder = OwnEncoder(config, backbone)
+
+    def check_ratio(self, ratio: int, stored: int) -> None:
+        """Refuse any ratio but the trained one.
+
+        Raises:
+            RatioError: one of the two is another.
+        """
+        self.config.check_ratios(stored, [ratio])
+
+    def bundle_folder_known(self, folder: Path) -> None:
+        self.encoder.folder = folder
+
+    def save_files(self, folder: Path) -> None:
+        if self.config.encoder is None and (place := self.encoder.place) != folder / "encoder":
+            shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
+
+    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+        """Compress a training batch. Nothing here is trained, so slots carry no gradients."""
+        return dict.fromkeys(ratios, SlotBatch.of(self._encoded(passages, window, 8192), self.backbone.device))
+
+    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+        """Compress passages for a store."""
+        return self._encoded(passages, window, batch_tokens)
+
+    @torch.inference_mode()
+    def _encoded(self, passages: Sequence[Tokenized], window: int, batch_tokens: int) -> list[SoftContext]:
+        model, tokenizer = self.encoder()
+        bos = [tokenizer.bos_token_id] if self.config.bos else []
+        eos = [tokenizer.eos_token_id] if self.config.eos else []
+        pieces = windows([text_ids(tokenizer, passage.text) for passage in passages], window)
+        read = [[*bos, *ids, *eos] for _, ids in pieces]
+        done: dict[int, SoftContext] = {}
+        for batch in batches([len(ids) for ids in read], batch_tokens):
+            ids, mask = padded([read[i] for i in batch], self.backbone.device)
+            hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float().cpu()
+            for i, row in zip(batch, hidden, strict=True):
+                length = len(pieces[i][1])
+                if self.config.pooling == "last":
+                    done[i] = SoftContext(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
+                else:
+                    real = row[len(bos) : len(bos) + length]
+                    done[i] = SoftContext(*pool(real, torch.ones(length, dtype=torch.long), self.config.ratio))
+        return joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])
+
+
+register(
+    Method(
+        config=OwnEncoderConfig,
+        compressor=OwnEncoderCompressor,
+        reader=lambda backbone, config, compressor: Reader(
+            backbone, TwoLayerMap(config.dim, backbone.dim, config.normed), config.decoder, config.wrap
+        ),
+        paper="Latent Context Language Models",
+    )
+)

@@ -1,0 +1,256 @@
+"""One vector from a frozen sentence encoder per sentence or passage (ArcAligner, sections 3.1-3.2; xRAG)."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized
+from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
+from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_minilm
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.sentences import Unit, split
+from ctx_compress_rag.text.tokenizing import text_parts
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+
+class SentenceUnits(MethodConfig):
+    """The sentence encoder, and the units of text that become its vectors (ArcAligner, sections 3.1 and 4.1).
+
+    Attributes:
+        encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged one.
+        encoder_revision: a hub revision.
+        encoder_dim: the width of its vectors; given here so that reading stored slots needs no encoder.
+        unit: what a slot stands for: a "sentence"; a "passage" (xRAG); or, with "tokens", as many neighboring
+            sentences, or as much of one, as fit into `ratio` tokens. The ratio has no effect on the first two.
+        language: ISO 639-1 code for the sentence splitter.
+    """
+
+    encoder: str = Field(default="sentence-transformers/all-MiniLM-L6-v2", min_length=1)
+    encoder_revision: str | None = None
+    encoder_dim: int = Field(default=384, gt=0)
+    unit: Literal["sentence", "passage", "tokens"] = "sentence"
+    language: str = "en"
+
+
+class SentenceSlotsConfig(SentenceUnits):
+    """Sentence vectors as slots (ArcAligner, sections 3.1-3.2); xRAG with one slot per passage.
+
+    The decoder is frozen, as in xRAG: only the projector is trained.
+    """
+
+    name: Literal["sentence_slots"] = "sentence_slots"
+    decoder: TuneConfig = TuneConfig(mode="frozen")
+
+
+_CACHED_VECTORS = 16_384
+
+
+class SentenceEncoder:
+    """Turns texts into vectors; the arguments are those of `SentenceUnits`.
+
+    It is not an nn.Module, so that its weights are not saved with a bundle.
+    """
+
+    def __init__(self, name: str, revision: str | None, dim: int, device: torch.device) -> None:
+        self.name = name
+        self.revision = revision
+        self.dim = dim
+        self.device = device
+        self._digest: bytes | None = None
+        self._model: SentenceTransformer | None = None
+        self._vectors: dict[str, Tensor] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the encoder's weights, from the bundle if one was loaded, else from the model."""
+        with self._lock:
+            if self._digest is None:
+                self._digest = _weights_digest(self.model)
+            return self._digest
+
+    def expect(self, digest: bytes) -> None:
+        """Accept only an encoder with these weights, from its next use on."""
+        with self._lock:
+            if self._digest != digest:
+                self._digest, self._model = digest, None
+                self._vectors.clear()
+
+    @property
+    def model(self) -> SentenceTransformer:
+        """The sentence-transformers model, loaded on first use.
+
+        Raises:
+            MissingExtraError: the `sentences` extra is not installed.
+            BundleError: there is no such model, or the bundle was made with other weights.
+        """
+        with self._lock:
+            if self._model is None:
+                model = self._load().eval().requires_grad_(False)
+                if self._digest is not None and (found := _weights_digest(model)) != self._digest:
+                    raise BundleError(
+                        f"the bundle was made with another sentence encoder than {self.name!r}, revision "
+                        f"{self.revision or 'latest'}, whose weights are {found.hex()[:12]}, not "
+                        f"{self._digest.hex()[:12]}: put the bundle's encoder there, or train a bundle with this one"
+                    )
+                self._model = model
+            return self._model
+
+    def _load(self) -> SentenceTransformer:
+        if self.name == PACKAGED:
+            return load_minilm(str(self.device))
+        with needs("sentences"):
+            from sentence_transformers import SentenceTransformer
+        try:
+            return SentenceTransformer(
+                self.name,
+                revision=self.revision,
+                device=str(self.device),
+                trust_remote_code=False,
+                model_kwargs={"use_safetensors": True},  # never pickle
+            )
+        except Exception as error:  # it raises as many kinds as transformers
+            raise BundleError(f"cannot load the sentence encoder {self.name!r}: {error}") from error
+
+    def encode(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:
+        """Encode texts, each distinct text once; the latest vectors are cached.
+
+        Shape: -> (texts, dim), float32, on the CPU
+
+        Raises:
+            ConfigError: the encoder's vectors are not `dim` wide.
+        """
+        with self._lock:
+            new = [text for text in dict.fromkeys(texts) if text not in self._vectors]
+            if new:
+                # Not in a training step's lower precision: a store holds vectors in the encoder's own precision.
+                with torch.autocast(self.device.type, enabled=False):
+                    plain = [_plain(self.model.tokenizer, text) for text in new]
+                    made = self.model.encode_document(plain, batch_size=batch_size, show_progress_bar=False)
+                vectors = torch.from_numpy(made).float()
+                if vectors.shape[1] != self.dim:
+                    raise ConfigError(
+                        f"the vectors of {self.name!r} are {vectors.shape[1]} wide, not {self.dim}: "
+                        f"set encoder_dim: {vectors.shape[1]}"
+                    )
+                self._vectors.update(zip(new, vectors, strict=True))
+            stacked = torch.stack([self._vectors[text] for text in texts])
+            for text in list(self._vectors)[:-_CACHED_VECTORS]:
+                del self._vectors[text]
+        return stacked
+
+
+def _plain(tokenizer: Any, text: str) -> str:
+    """The text, with a space within each control token that it spells: an encoder takes no token ids."""
+    return " ".join(text_parts(tokenizer, text)) if getattr(tokenizer, "is_fast", False) else text
+
+
+def _weights_digest(model: SentenceTransformer) -> bytes:
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+_DIGEST = "encoder_digest"
+
+
+class SentenceSlotsCompressor(Compressor):
+    """The compressed context embeddings E of section 3.1; the reader projects them (eq. 1).
+
+    `config.unit` says what a slot stands for:
+
+    - "sentence": a sentence. The ratio is then nominal: it changes nothing.
+    - "passage": the whole passage, as in xRAG. The ratio is nominal too.
+    - "tokens": sentences merged or cut to at most `ratio` decoder tokens, for any ratio. The paper halves sentences or
+      joins three (section 4.10).
+
+    A store's window is the most tokens that a unit of any kind may have: a longer passage or sentence
+    becomes several. The encoder cuts off text beyond its own longest input, so choose a window that fits.
+
+    The vector of merged sentences is not the mean of their vectors: a coarser ratio needs the text again.
+    """
+
+    def __init__(self, backbone: Backbone, config: SentenceUnits) -> None:
+        super().__init__(backbone)
+        self.config = config
+        self.dim = config.encoder_dim
+        self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
+
+    def units(self, text: str, ratio: int, window: int | None = None) -> list[Unit]:
+        """The pieces of a passage that become one slot each, in order.
+
+        Args:
+            text: the passage.
+            ratio: most tokens of a unit if `unit` is "tokens"; otherwise without effect.
+            window: most tokens of any unit; None sets no limit.
+        """
+        unit = self.config.unit
+        limit = ratio if unit == "tokens" else window
+        return split(text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=self.config.language)
+
+    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+        """Compress a training batch at each ratio. Nothing here is trained, so slots carry no gradients."""
+        return {
+            ratio: SlotBatch.of(self._encoded(passages, ratio, window, 32), self.backbone.device) for ratio in ratios
+        }
+
+    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+        """Compress passages for a store: unprojected sentence vectors (units, encoder_dim)."""
+        longest = min(self.encoder.model.max_seq_length or window, window)
+        return self._encoded(passages, ratio, window, max(1, batch_tokens // longest))
+
+    def _encoded(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_size: int) -> list[SoftContext]:
+        done = [self.units(passage.text, ratio, window) for passage in passages]
+        vectors = self.encoder.encode([unit.text for units in done for unit in units], batch_size)
+        return [
+            SoftContext(slots, torch.tensor([unit.tokens for unit in units]))
+            for slots, units in zip(vectors.split([len(units) for units in done]), done, strict=True)
+        ]
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """The SHA-256 of the encoder's weights, one byte per entry, to identify the encoder without storing it.
+
+        As floats, because a bundle stores everything in half precision, which is exact for bytes.
+        """
+        return {_DIGEST: torch.tensor(list(self.encoder.digest), dtype=torch.float32)}
+
+    def load_saved_state(self, state: dict[str, Tensor]) -> None:
+        """From now on, accept only the encoder that `saved_state` identifies.
+
+        Raises:
+            BundleError: the state belongs to another method.
+        """
+        if state.keys() != {_DIGEST} or state[_DIGEST].shape != (32,):
+            raise BundleError(
+                f"the compressor's weights do not fit its config: expected {_DIGEST}, got {sorted(state)}"
+            )
+        self.encoder.expect(bytes(state[_DIGEST].to(torch.uint8).tolist()))
+
+
+register(
+    Method(
+        config=SentenceSlotsConfig,
+        compressor=SentenceSlotsCompressor,
+        reader=lambda backbone, config, compressor: Reader(
+            backbone, TwoLayerMap(compressor.dim, backbone.dim), config.decoder
+        ),
+        paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
+    )
+)
