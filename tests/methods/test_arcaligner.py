@@ -293,9 +293,9 @@ def test_adapters_of_others_do_not_matter() -> None:
     batch = prompts(plain)
     soft = read(plain, batch).logits
     backbone = Backbone(architectures.model("Llama"), architectures.tokenizer("Llama"))
-    backbone.add_adapter("compressor", lora_config(TuneConfig(rank=2)))
+    backbone.add_adapter("compressor", lambda: lora_config(TuneConfig(rank=2)))
     reader = ArcAlignerReader(backbone, 12, plain.config)
-    backbone.add_adapter("teacher", lora_config(TuneConfig(rank=3)))
+    backbone.add_adapter("teacher", lambda: lora_config(TuneConfig(rank=3)))
     draw_lora(backbone.model)
     reader.load_saved_state(plain.saved_state())
     assert torch.equal(read(reader, batch).logits, soft)
