@@ -216,7 +216,7 @@ class TransformersDecoder:
         in_raw = {marker: self._tokenizer.apart(text) for marker, text in texts_of.items()}
         said = dict(texts_of)
         if extractive and self.store is not None:
-            said |= self._found(self.store.text_of, list(soft), "some passages cannot be quoted")
+            said |= self._found(self.store.bundle.compressor.text_of, list(soft), "some passages cannot be quoted")
         prepared = []
         for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
@@ -312,22 +312,23 @@ class TransformersDecoder:
         if self.store is None:
             return {}, {}
         bundle = cast(Bundle, self.bundle)  # only a bundle has a store
-        slots = self._found(self.store.fetch, markers, "some slots cannot be read, so texts are used where possible")
+        reading = self.store.bundle.compressor
+        slots = self._found(reading.fetch, markers, "some slots cannot be read, so texts are used where possible")
         lost = [marker for marker in markers if marker not in slots]
-        texts = self._found(self.store.text_of, lost, "some passages cannot be read at all")
+        texts = self._found(reading.text_of, lost, "some passages cannot be read at all")
         return {m: bundle.embed(soft) for m, soft in slots.items()}, {m: texts.get(m, m.text) for m in lost}
 
     def _found(
-        self, read: Callable[[Sequence[Marker]], list[T]], markers: Sequence[Marker], said: str
+        self, read: Callable[[SoftContextStore, Sequence[Marker]], list[T]], markers: Sequence[Marker], said: str
     ) -> dict[Marker, T]:
         """What the store has for markers, in one call unless something is missing.
 
         What is missing or damaged raises the store's error, or is left out with a warning, as the options say.
         """
-        if not markers:
+        if self.store is None or not markers:
             return {}
         try:
-            return dict(zip(markers, read(markers), strict=True))
+            return dict(zip(markers, read(self.store, markers), strict=True))
         except (MissingPassageError, PayloadError) as error:
             if self.on_unreadable == "error":
                 raise
@@ -335,7 +336,7 @@ class TransformersDecoder:
         found: dict[Marker, T] = {}
         for marker in markers:
             with suppress(MissingPassageError, PayloadError):
-                [found[marker]] = read([marker])
+                [found[marker]] = read(self.store, [marker])
         return found
 
     def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:

@@ -73,7 +73,7 @@ def mark(
             none, one that the store cannot hold, or one that another text of this call has.
         ratio: source tokens per slot, a multiple of the store's base ratio, which is the default; see the bundle's
             `compressor.render`. A bundle that reads question by question takes how many times shorter all texts
-            together become, and its markers are for this question and this store object only.
+            together become, and its markers are for this question and this bundle object only.
         token_budget: instead of a ratio, the maximum tokens of all texts together: slots, and tokens of what stays
             text, as the LLM counts them. The more relevant a passage, the finer its ratio; the best stay text if
             there is room: see `marking.budget.allot`. The rest of the prompt (template, question, separators) comes
@@ -327,7 +327,7 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
 def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:
     # Count before joining: a short text may hold the marker of one long passage many thousand times.
     markers = [part for part in parts if isinstance(part, Marker)]
-    originals = iter(store.text_of(markers) if markers else ())
+    originals = iter(store.bundle.compressor.text_of(store, markers) if markers else ())
     texts = [next(originals) if isinstance(part, Marker) else part for part in parts]
     if markers and (length := sum(map(len, texts))) > most:
         raise ConfigError(

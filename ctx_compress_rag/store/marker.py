@@ -10,8 +10,8 @@ that a user or a document wrote, that was altered, or that belongs to another te
 accepted and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
 
-A part of a passage whose slots were made for one question has a marker of the same form. Its letters name part,
-passage and question, and are never those of a stored passage. It may have 0 slots.
+A marker of the same form may stand for slots that are not stored, even for none. Its letters are never those of a
+stored passage.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Marker:
 
     @property
     def passage(self) -> str:
-        """The letters that name the passage (the same at every ratio) or the part of one."""
+        """The letters that name what it stands for, at every ratio."""
         return self.id[:_PASSAGE_LETTERS]
 
     @property
@@ -133,7 +133,7 @@ class MarkerCodec:
         return self._letters(_PASSAGE_LETTERS, "passage", self.fingerprint, text)
 
     def transient(self, *fields: str) -> str:
-        """The 17 letters that name a part of a passage with slots for one question; `fields` identify both."""
+        """The 17 letters that name slots that are not stored; `fields` identify them."""
         return self._letters(_PASSAGE_LETTERS, "transient", self.fingerprint, *fields)
 
     def write(self, passage: str, factor: int, slots: int, scope: str) -> str:

@@ -206,8 +206,8 @@ class Records(Collection):
         if missing := [marker for marker in wanted if marker not in found]:
             raise MissingPassageError(
                 f"no passage in {self.place.where} for {len(missing)} marker(s) (first: {missing[0].id!r}): it "
-                "was deleted or its text changed after the prompt was made, or it was made for one question by "
-                "another store object; retrieve again"
+                "was deleted or its text changed after the prompt was made, or it was made for one question and is no "
+                "longer in memory; retrieve again"
             )
         return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
 

@@ -16,7 +16,6 @@ from ctx_compress_rag.errors import (
     MissingPassageError,
     StoreError,
 )
-from ctx_compress_rag.methods.base.reading import TransientContext
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import payload_codec
@@ -47,7 +46,6 @@ from ctx_compress_rag.store.record import payload_of
 from ctx_compress_rag.store.records import Records
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import abandoned, shielded
-from ctx_compress_rag.store.transient import TransientContexts
 from ctx_compress_rag.strict import as_int, as_seconds
 
 
@@ -107,7 +105,6 @@ class SoftContextStore(ProcessBound):
         name, place = companion(location, collection), connect(location)
         signer = Signer(key, place.folder, remote=place.remote)
         self._records = Records(place, name, bundle, signer, codec, ratio, *timeouts)
-        self._transient = TransientContexts()
         self._writing = threading.Lock()
 
     # Writing
@@ -374,22 +371,10 @@ class SoftContextStore(ProcessBound):
             written.append(codec.write(plain_marker_id(found[id][1].marker), merged, -(-slots // merged), scope))
         return written
 
-    def transient_markers(self, contexts: Sequence[TransientContext], scope: str | None = None) -> list[str]:
-        """The markers that stand for parts of passages whose slots were made for one question, in order.
-
-        Only this object's memory has the slots, and only the last 16,384 of a scope: use the markers soon.
-
-        Args:
-            contexts: the parts that one prompt needs.
-            scope: tenant or user; by default the scope of `marker.scope`, otherwise the store's.
-
-        Raises:
-            ConfigError: the parts need more slots together than are kept.
-        """
-        scope, codec = self._scope(scope), self._records.signer
-        names = [codec.transient(*each.key) for each in contexts]
-        self._transient.put(scope, dict(zip(names, contexts, strict=True)))
-        return [codec.write(name, 1, each.soft.n_slots, scope) for name, each in zip(names, contexts, strict=True)]
+    def transient_marker(self, *fields: str, slots: int, scope: str | None = None) -> str:
+        """A marker that the store signs, but that stands for slots elsewhere, which `fields` name; there may be 0."""
+        signer = self._records.signer
+        return signer.write(signer.transient(*fields), 1, slots, self._scope(scope))
 
     def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Text parts and markers of a prompt, in order.
@@ -403,23 +388,18 @@ class SoftContextStore(ProcessBound):
         """The soft contexts that markers stand for, at the markers' ratios, in order.
 
         Raises:
-            MissingPassageError: a passage was deleted or its text changed since the marker was written, or slots made
-                for one question are no longer in memory.
+            MissingPassageError: a passage was deleted or its text changed since the marker was written.
             PayloadError: a record is damaged.
         """
-        held = self._in_memory(markers)
-        found = self._records.by_marker(marker for marker in markers if marker not in held)
+        found = self._records.by_marker(markers)
         base = {key: record.soft_context(key) for key, record in dict(found.values()).items()}
-        return [
-            held[marker].soft if marker in held else base[found[marker][0]].merge(marker.factor) for marker in markers
-        ]
+        return [base[found[marker][0]].merge(marker.factor) for marker in markers]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
         """The texts that markers stand for, in order. Raises as `fetch` does."""
-        held = self._in_memory(markers)
-        found = self._records.by_marker(marker for marker in markers if marker not in held)
+        found = self._records.by_marker(markers)
         texts = {key: record.passage(key, self.fingerprint).text for key, record in dict(found.values()).items()}
-        return [held[marker].text if marker in held else texts[found[marker][0]] for marker in markers]
+        return [texts[found[marker][0]] for marker in markers]
 
     # Inside
 
@@ -446,9 +426,6 @@ class SoftContextStore(ProcessBound):
         hashes = {id: content_id(passage.text) for id, passage in passages.items() if id not in held}
         beside = self._records.holding({hashes[id]: passages[id] for id in hashes}, scope)
         return {id: id if id in held else hashes[id] if hashes[id] in beside else None for id in passages}
-
-    def _in_memory(self, markers: Sequence[Marker]) -> dict[Marker, TransientContext]:
-        return {each: context for each in markers if (context := self._transient.get(each.scope, each.passage))}
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

@@ -81,7 +81,7 @@ def test_texts_and_slots_are_the_papers(bundle: Bundle, store: SoftContextStore,
     marked = ask(store, ratio=ratio)
     assert [re.sub(r"\[\[ctx:.*?\]\]", "\0", text) for text in marked] == expected_texts
     _, found = read(store, marked)
-    softs = store.fetch(found)
+    softs = store.bundle.compressor.fetch(store, found)
     assert [m.slots for m in found] == [s.n_slots for s in softs]
     torch.testing.assert_close(
         torch.cat([s.slots for s in softs]).double(), torch.stack(expected_slots), atol=1e-4, rtol=1e-4
@@ -111,7 +111,7 @@ def test_nothing_is_lost_and_k_segments_are_kept(
     tokens = sum(len(ids) for ids in segments)
     k = tokens // (4 * ratio)
     skimmed = sum(m.slots for m in found)
-    kept_tokens = tokens - sum(s.n_tokens for s in store.fetch(found))
+    kept_tokens = tokens - sum(s.n_tokens for s in store.bundle.compressor.fetch(store, found))
     assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
     # The prompt's size, but for the edges of kept runs, which are tokenized with the prompt.
     size = sum(len(TransformersDecoder(bundle, store).token_ids(text)) for text in marked)

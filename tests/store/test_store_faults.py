@@ -17,7 +17,7 @@ from typing import Any
 import filelock
 import pytest
 
-from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
+from ctx_compress_rag.errors import StoreError, StoreWriteError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_FILE

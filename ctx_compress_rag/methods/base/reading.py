@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ctx_compress_rag.soft_context import SoftContext, merge_factor
 
 
-@dataclass(frozen=True)
-class TransientContext:
-    """A part of a passage, with slots that were made for one question.
-
-    Attributes:
-        key: the values that the slots depend on, such as question and passage.
-        text: the part's own text.
-        soft: its slots; none if the prompt shows nothing in the part's place.
-    """
-
-    key: tuple[str, ...]
-    text: str
-    soft: SoftContext
-
-
 class PassageStore(Protocol):
-    """What `Reading.render` needs of a store; see `SoftContextStore`."""
+    """What `Reading` needs of a store; see `SoftContextStore`."""
 
     @property
     def bundle(self) -> Any: ...
@@ -37,11 +21,15 @@ class PassageStore(Protocol):
     def markers(
         self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[str]: ...
-    def transient_markers(self, contexts: Sequence[TransientContext], scope: str | None = None) -> list[str]: ...
+    def transient_marker(self, *fields: str, slots: int, scope: str | None = None) -> str: ...
+    def fetch(self, markers: Sequence[Any]) -> list[SoftContext]: ...
+    def text_of(self, markers: Sequence[Any]) -> list[str]: ...
 
 
 class Reading:
-    """How stored passages are read. The default: their slots, at the stored ratio or merged, whatever is asked.
+    """How stored passages become markers in a prompt, and markers slots again.
+
+    By default a marker stands for a stored passage's slots, merged if the ratio is coarser; the question plays no part.
 
     Attributes:
         nestable: whether a coarser ratio is the weighted mean of neighboring slots.
@@ -54,7 +42,7 @@ class Reading:
 
         Raises:
             RatioError: the ratio cannot be made.
-            ConfigError: the slots alone are no context.
+            ConfigError: this method needs the question.
         """
         return merge_factor(ratio, stored, nestable=self.nestable)
 
@@ -92,3 +80,11 @@ class Reading:
             MissingPassageError, PayloadError: see `SoftContextStore.markers`.
         """
         return store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)
+
+    def fetch(self, store: PassageStore, markers: Sequence[Any]) -> list[SoftContext]:
+        """The soft contexts that markers stand for, in order; raises as `SoftContextStore.fetch` does."""
+        return store.fetch(markers)
+
+    def text_of(self, store: PassageStore, markers: Sequence[Any]) -> list[str]:
+        """The texts that markers stand for, in order; raises as `SoftContextStore.text_of` does."""
+        return store.text_of(markers)

@@ -1,4 +1,4 @@
-"""Slots made for one question: their markers, and the memory behind them."""
+"""Slots that RAM makes for one question: their markers, and the memory behind them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
-from ctx_compress_rag.marking.mark import expand
-from ctx_compress_rag.methods.base.reading import TransientContext
+from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.methods.ram.parts import RecentParts, SkimmedPart
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.transient import TransientContexts
-from helpers.ram import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store, read
+from helpers.ram import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store
 
 
 @pytest.fixture(scope="module")
@@ -33,52 +32,59 @@ def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftConte
     return close_store(tmp_path_factory.mktemp("ram"), bundle)
 
 
-def part(n: int, slots: int) -> TransientContext:
-    return TransientContext(("q", str(n)), f"passage {n}", SoftContext(torch.zeros(slots, 2), torch.ones(slots).long()))
+def part(n: int, slots: int) -> SkimmedPart:
+    return SkimmedPart(f"passage {n}", SoftContext(torch.zeros(slots, 2), torch.ones(slots).long()))
 
 
 @given(
-    limit=st.integers(1, 12),
+    most=st.integers(1, 12),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(0, 5)), max_size=40),
 )
 @settings(deadline=None, max_examples=60)
-def test_the_least_recently_used_go(limit: int, steps: list[tuple[bool, int, int]]) -> None:
-    """Against a plain list of what is kept, oldest first; another scope's questions evict nothing."""
-    kept, plain = TransientContexts(limit), OrderedDict[str, int]()
-    kept.put("another", {"0": part(0, 1)})
+def test_the_least_recently_used_go(most: int, steps: list[tuple[bool, int, int]]) -> None:
+    """Against a plain list of what is kept, oldest first."""
+    kept, plain = RecentParts(most), OrderedDict[str, int]()
     for put, n, slots in steps:
         name = str(n)
-        if put and slots > limit:
-            with pytest.raises(ConfigError, match=f"needs {slots} slots"):
-                kept.put("s", {name: part(n, slots)})
+        if put and slots > most:
+            with pytest.raises(ConfigError, match=f"{slots} slots"):
+                kept.keep({name: part(n, slots)})
         elif put:
-            kept.put("s", {name: part(n, slots)})
+            kept.keep({name: part(n, slots)})
             plain.pop(name, None)
             plain[name] = max(1, slots)
-            while sum(plain.values()) > limit:
+            while sum(plain.values()) > most:
                 plain.popitem(last=False)
         else:
-            found = kept.get("s", name)
+            found = kept.get(name)
             assert (found is not None) == (name in plain)
             if found is not None:
                 assert found.text == f"passage {n}"
                 plain.move_to_end(name)
-    assert kept.get("another", "0") is not None
 
 
-def test_slots_that_went_are_a_clear_error(bundle: Bundle, tmp_path: Path) -> None:
+def test_all_tenants_together_keep_so_many_slots(
+    bundle: Bundle, store: SoftContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle.compressor, "_parts", RecentParts(40))
+    marked = {who: mark(store, PASSAGES, ratio=2, question=QUESTION, scope=who) for who in ("ann", "bob", "cy", "di")}
+    with pytest.raises(MissingPassageError):
+        [expand(store, text, "ann") for text in marked["ann"]]
+    assert [expand(store, text, "di") for text in marked["di"]] == PASSAGES
+
+
+def test_slots_that_went_are_a_clear_error(bundle: Bundle, tiny_tokenizer: Any, tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, bundle, codec="fp16", key=KEY) as store:
         marked = ask(store)
-    with SoftContextStore(tmp_path, bundle, key=KEY) as elsewhere:
-        _, found = read(elsewhere, marked)
-        decoder = TransformersDecoder(bundle, elsewhere)
+    same = close_bundle(tiny_tokenizer)
+    with SoftContextStore(tmp_path, same, key=KEY) as elsewhere:
+        decoder = TransformersDecoder(same, elsewhere)
         chat = [{"role": "user", "content": marked[0]}]
         for call in (
-            lambda: elsewhere.fetch(found),
-            lambda: elsewhere.text_of(found),
+            lambda: expand(elsewhere, marked[0]),
             lambda: decoder.generate([chat], Sampling(max_new_tokens=1)),
         ):
-            with pytest.raises(MissingPassageError, match="another store object.*retrieve again"):
+            with pytest.raises(MissingPassageError, match="retrieve again"):
                 call()
 
 
