@@ -55,9 +55,9 @@ def index(
 ) -> None:
     """Index a folder of files, or a file of texts.
 
-    Takes .txt and .md files and, with the `documents` extra, .pdf, .docx and .html. Only new and changed passages
-    are compressed; run it again to resume after an interruption. Passages of a changed file are replaced; those of a
-    deleted file stay unless --prune is given.
+    Takes .txt, .md, .rst and .json files and, with the `index` extra, .pdf, .docx, .pptx, .xlsx, .csv and .html. Only
+    new and changed passages are compressed; run it again to resume after an interruption. Passages of a changed file
+    are replaced; those of a deleted file stay unless --prune is given.
     """
     from ctx_compress_rag.indexing.build import compress_collection, update_index
     from ctx_compress_rag.indexing.index import open_index

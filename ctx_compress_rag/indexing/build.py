@@ -109,6 +109,7 @@ def update_index(
     repaired = index.store.discard_damaged(other_keys=False)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
+    given.costly = index.folder and index.folder / "costly_documents.json"
     cut = _Cut(given, index, chunk_tokens)
     added = unchanged = 0
     with tqdm(total=given.bytes, desc="indexing", unit="B", unit_scale=True, disable=not progress) as bar:

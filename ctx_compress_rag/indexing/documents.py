@@ -2,63 +2,144 @@
 
 from __future__ import annotations
 
-from functools import cache
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from zipfile import ZipFile
+from threading import Timer
+from typing import Any, NamedTuple, Self
 
 from ctx_compress_rag.errors import DataError, conversion
 from ctx_compress_rag.extras import needs
 
-TEXTS = (".txt", ".md")
-DOCUMENTS = (".pdf", ".docx", ".html", ".htm")
-_MOST_GROWN = 64 << 20
-"""Bytes by which a Word file (a zip) may grow when unpacked; images hardly grow, and no book has so much text."""
+TEXTS = (".txt", ".md", ".rst", ".json")
+UNSTRUCTURED = (".txt", ".json")
+"""Texts in which `#` or a line below another makes no heading."""
+DOCUMENTS = {
+    ".pdf": "pdfminer",
+    ".docx": "mammoth",
+    ".html": "markitdown",
+    ".htm": "markitdown",
+    ".csv": "markitdown",
+    ".pptx": "pptx",
+    ".xlsx": "openpyxl",
+}
+"""What reads each kind, and comes with the extra `index`."""
+
+MEMORY = 2 << 30
+"""Bytes of address space for reading documents, of which Python and the parsers take a quarter."""
+LEAST_SECONDS, SECONDS_PER_MB, MOST_SECONDS = 30, 60, 600
+"""How long reading a document may take: two to three times what PDFs full of text took."""
 
 
 def readable() -> tuple[str, ...]:
-    """The suffixes of files that can be read: documents only with the `documents` extra."""
-    return TEXTS + (DOCUMENTS if find_spec("markitdown") else ())
+    """The suffixes of files that can be read: documents only with the extra `index`."""
+    return TEXTS + tuple(suffix for suffix, package in DOCUMENTS.items() if find_spec(package))
 
 
-def read_file(path: Path) -> str:
-    """A file's text.
+class Document(NamedTuple):
+    """A file's text, and what it lacks of the file, such as "comments"."""
 
-    Raises:
-        DataError: it cannot be read; the message says why.
+    text: str
+    lacks: tuple[str, ...] = ()
+
+
+class Reader:
+    """Reads files one after another; documents in a process of its own, which is killed at its limits.
+
+    Args:
+        costly: a file that keeps the hashes of documents that met a limit, so that no later run tries them.
     """
-    try:
-        if path.suffix.lower() in TEXTS:
-            return path.read_text(encoding="utf-8-sig")
-        if path.suffix.lower() == ".docx":
-            _check_growth(path)
-        return str(_converter().convert_local(path).markdown)
-    except DataError:
-        raise
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"it is not UTF-8 (byte {error.start}); convert it, for instance with {conversion(error)}"
-        ) from error
-    except OSError as error:
-        raise DataError(f"it cannot be read ({error.strerror})") from error
-    except Exception as error:  # each parser has its own
-        raise DataError(f"markitdown cannot read it as {path.suffix} ({type(error).__name__})") from error
+
+    def __init__(self, costly: Path | None) -> None:
+        self._costly = costly
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def read(self, path: Path) -> Document:
+        """A file's text.
+
+        Raises:
+            DataError: it cannot be read; the message says why.
+        """
+        try:
+            if path.suffix.lower() in TEXTS:
+                return Document(path.read_text(encoding="utf-8-sig"))
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"it is not UTF-8 (byte {error.start}); convert it, for instance with {conversion(error)}"
+            ) from error
+        except OSError as error:
+            raise DataError(f"it cannot be read ({error.strerror})") from error
+        known = self._known()
+        if digest in known:
+            raise DataError(f"{known[digest]}, in an earlier run (remove {self._costly} to try it again)")
+        answer = self._convert(path)
+        if "costly" in answer:
+            self.__exit__()
+            if self._costly:
+                self._costly.write_text(json.dumps(known | {digest: answer["error"]}, indent=1))
+        if "error" in answer:
+            raise DataError(answer["error"])
+        return Document(answer["text"], tuple(answer["lacks"]))
+
+    def _known(self) -> dict[str, str]:
+        """Why documents met a limit, by their hash."""
+        with suppress(OSError, ValueError):
+            if self._costly:
+                return dict(json.loads(self._costly.read_text()))
+        return {}
+
+    def _convert(self, path: Path) -> dict[str, Any]:
+        """What the process answers, begun anew if there is none; that it met a limit, if it ends."""
+        process = self._process = self._process or _start()
+        assert process.stdin and process.stdout
+        limit = min(MOST_SECONDS, LEAST_SECONDS + SECONDS_PER_MB * path.stat().st_size // 1_000_000)
+        timer = Timer(limit, process.kill)
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps([str(path), limit]) + "\n")
+            process.stdin.flush()
+        timer.start()
+        answer = process.stdout.readline()
+        late = timer.finished.is_set()
+        timer.cancel()
+        if answer:
+            return dict(json.loads(answer))
+        said = f"takes more than {limit} seconds" if late else "ends its parser, perhaps for want of memory"
+        return {"error": f"reading it {said}", "costly": True}
 
 
-def _check_growth(path: Path) -> None:
-    with ZipFile(path) as packed:  # ZipFile reads no more of a part than its header says
-        grown = sum(part.file_size - part.compress_size for part in packed.infolist())
-    if grown > _MOST_GROWN:
-        raise DataError(f"unpacking adds {grown:,} bytes, and {_MOST_GROWN:,} are allowed: split the file")
-
-
-@cache
-def _converter() -> Any:
+def _start() -> subprocess.Popen[str]:
     with needs("index"):
-        from markitdown import MarkItDown
-        from markitdown.converters import DocxConverter, HtmlConverter, PdfConverter
-    converter = MarkItDown(enable_builtins=False)  # its converter of plain text would take a broken PDF for text
-    for kind in (DocxConverter, HtmlConverter, PdfConverter):
-        converter.register_converter(kind())
-    return converter
+        import markitdown  # noqa: F401
+    # Libraries that start a thread per core would take much of the address space.
+    limits = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "ctx_compress_rag.indexing.conversion", str(MEMORY)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | limits,
+    )
+    assert process.stdout
+    process.stdout.readline()  # that it is ready
+    return process

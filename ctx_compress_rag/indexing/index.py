@@ -95,6 +95,7 @@ class PassageIndex:
     Attributes:
         bundle: the bundle.
         bundle_name: its address, recorded in a new index.
+        folder: where it is.
         store: the soft contexts.
         embedder: the sentence encoder that passages and questions are compared with.
     """
@@ -104,6 +105,7 @@ class PassageIndex:
         self.embedder = embedder
         self.bundle_name = bundle_name
         place = connect(folder)
+        self.folder = place.folder
         self.store = SoftContextStore(place, bundle, collection=COLLECTION, codec=codec)
         about = {BUNDLE_KEY: bundle_name, EMBEDDER_KEY: embedder}
         self._passages = PassageCollection(place, COLLECTION, _COSINE, about)

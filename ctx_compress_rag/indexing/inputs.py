@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from ctx_compress_rag.errors import DataError, conversion
-from ctx_compress_rag.indexing.documents import DOCUMENTS, TEXTS, read_file, readable
+from ctx_compress_rag.indexing.documents import DOCUMENTS, UNSTRUCTURED, Reader, readable
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.strict import explain
 
@@ -39,9 +40,11 @@ class Input(ABC):
         path: the folder or file.
         bytes: size of the whole input.
         kind: what the texts are called.
+        costly: a file that keeps what later runs need not try again; see `documents.Reader`.
     """
 
     kind = "rows"
+    costly: Path | None = None
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -84,6 +87,8 @@ class FolderInput(Input):
         self._other: Counter[str] = Counter()
         self._closed: list[str] = []
         self._unread: list[str] = []
+        self._blank: list[str] = []
+        self._lacking: dict[str, list[str]] = {}
         for folder, subfolders, names in os.walk(path, onerror=self._cannot_list):
             subfolders[:] = [name for name in subfolders if not name.startswith(".")]
             for file in (Path(folder, name) for name in names if not name.startswith(".")):
@@ -109,28 +114,35 @@ class FolderInput(Input):
         self._closed.append(as_text(Path(error.filename).relative_to(self.path).as_posix()) + "/")
 
     def texts(self) -> Iterator[Text]:
-        self._unread = []
-        for file in self.files:
-            source = as_text(file.relative_to(self.path).as_posix())
-            try:
-                text = read_file(file)
-                size = file.stat().st_size
-            except (DataError, OSError) as error:
-                logger.warning("skipped %r: %s", str(file), error)
-                self._unread.append(source)
-                continue
-            if not text.strip():
-                logger.warning("skipped %r: it is empty", str(file))
-            yield Text(source, text, not source.lower().endswith(TEXTS[0]), size)
+        self._unread, self._blank, self._lacking = [], [], {}
+        with Reader(self.costly) as reader:
+            for file in self.files:
+                source, suffix = as_text(file.relative_to(self.path).as_posix()), file.suffix.lower()
+                try:
+                    text, lacks = reader.read(file)
+                    size = file.stat().st_size
+                except (DataError, OSError) as error:
+                    logger.warning("skipped %r: %s", str(file), error)
+                    self._unread.append(source)
+                    continue
+                if not text.strip():
+                    scan = ", perhaps a scan: recognize its text (OCR)" if suffix == ".pdf" else ""
+                    logger.warning("skipped %r: it is empty%s", str(file), scan)
+                    self._blank.append(source)
+                for what in lacks:
+                    self._lacking.setdefault(what, []).append(source)
+                yield Text(source, text, suffix not in UNSTRUCTURED, size)
 
     def cannot_read(self, source: str) -> bool:
         return source in self._unread or source.startswith(tuple(self._closed))
 
     def skipped(self) -> str:
-        counts = self._other + Counter(PurePath(name).suffix.lower() for name in self._unread)
+        counts = self._other + Counter(PurePath(name).suffix.lower() for name in self._unread + self._blank)
         counts += Counter(folders=len(self._closed))
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        return found and f"skipped: {found}{_hint(self._other)}"
+        lines = [f"skipped: {found}{_hint(self._other)}"] if found else []
+        lines += [f"read without {what}: {_few(names)}" for what, names in self._lacking.items()]
+        return "\n".join(lines)
 
 
 class _Row(BaseModel):
@@ -144,9 +156,9 @@ class Jsonl(Input):
     def texts(self) -> Iterator[Text]:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
+                if line.removeprefix(BOM_UTF8).strip():
                     try:
-                        row = _Row.model_validate_json(line.decode())
+                        row = _Row.model_validate_json(line.decode("utf-8-sig"))
                     except UnicodeDecodeError as error:
                         raise DataError(
                             f"{self.path}, line {number}: not UTF-8 ({error}): convert it, for instance with "
@@ -187,3 +199,7 @@ def open_input(path: str | Path) -> Input:
 def _hint(others: Counter[str]) -> str:
     wanted = [suffix for suffix in DOCUMENTS if suffix in others]
     return f"; {', '.join(wanted)} can be read after pip install 'ctx-compress-rag[index]'" if wanted else ""
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

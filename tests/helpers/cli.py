@@ -45,6 +45,12 @@ def write_documents(folder: Path, word: str) -> None:
     """A sentence as HTML, as a Word document and as PDF, each in as little as makes one."""
     page = f"<html><body><h1>Guide</h1><script>x</script><p>The {word} page.</p></body></html>"
     (folder / "page.html").write_text(page)
+    write_docx(folder / "letter.docx", f"<w:p><w:r><w:t>The {word} letter.</w:t></w:r></w:p>")
+    write_pdf(folder / "report.pdf", f"BT /F1 12 Tf 72 720 Td (The {word} report.) Tj ET".encode())
+
+
+def write_docx(path: Path, body: str, **more: str) -> None:
+    """A Word document of a body's XML, and of more parts, such as `comments`."""
     main = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
     related = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument"
     package = "http://schemas.openxmlformats.org/package/2006"
@@ -54,22 +60,26 @@ def write_documents(folder: Path, word: str) -> None:
         f'<Override PartName="/word/document.xml" ContentType="{main}"/></Types>',
         "_rels/.rels": f'<Relationships xmlns="{package}/relationships">'
         f'<Relationship Id="r1" Type="{related}" Target="word/document.xml"/></Relationships>',
-        "word/document.xml": f'<w:document xmlns:w="{words}"><w:body><w:p><w:r><w:t>The {word} letter.</w:t></w:r>'
-        "</w:p></w:body></w:document>",
-    }
-    with zipfile.ZipFile(folder / "letter.docx", "w") as docx:
+        "word/document.xml": f'<w:document xmlns:w="{words}"><w:body>{body}</w:body></w:document>',
+    } | {f"word/{name}.xml": f'<w:r xmlns:w="{words}">{content}</w:r>' for name, content in more.items()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as docx:
         for name, content in parts.items():
             docx.writestr(name, content)
-    drawn = f"BT /F1 12 Tf 72 720 Td (The {word} report.) Tj ET"
-    font = "<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"
+
+
+def write_pdf(
+    path: Path, drawn: bytes, about: str = "", font: str = "/Type1 /BaseFont /Helvetica", trailer: str = ""
+) -> None:
+    """A PDF of one page that draws so, with these entries for its stream, its font and at its end."""
+    resources = f"<< /Font << /F1 << /Type /Font /Subtype {font} >> >> >>"
     objects = [
         "<< /Type /Catalog /Pages 2 0 R >>",
         "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources {font} >>",
-        f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream",
+        f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources {resources} >>",
+        f"<< /Length {len(drawn)} {about} >>\nstream\n{drawn.decode('latin-1')}\nendstream",
     ]
     body = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, 1))
-    (folder / "report.pdf").write_text(f"%PDF-1.4\n{body}trailer << /Root 1 0 R /Size 5 >>\n%%EOF\n")
+    path.write_bytes(f"%PDF-1.4\n{body}trailer << /Root 1 0 R /Size 5 {trailer} >>\n%%EOF\n".encode("latin-1"))
 
 
 def without_rights() -> tuple[str, ...]:

@@ -26,7 +26,8 @@ ROWS = [{"id": f"row{n}", "text": text} for n, text in enumerate(paragraphs(3))]
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:
-    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    """With the byte order mark that Windows writes."""
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8-sig")
     return file
 
 

@@ -1,0 +1,97 @@
+"""The process that converts documents to Markdown, so that limits of time and memory hold for it alone.
+
+Its argument is how many bytes of address space it may have. It says "ready", then reads paths, each with seconds, and
+answers with `text` and what the text lacks, or with an `error`; all as JSON, one a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+MOST_TEXT = 32 << 20
+"""Characters of a document's text."""
+_CONVERTERS = {
+    ".pdf": "PdfConverter",
+    ".docx": "DocxConverter",
+    ".html": "HtmlConverter",
+    ".htm": "HtmlConverter",
+    ".csv": "CsvConverter",
+    ".pptx": "PptxConverter",
+    ".xlsx": "XlsxConverter",
+}
+_UNREAD_PARTS = {
+    "page headers and footers": re.compile(r"word/(header|footer)\d*\.xml"),
+    "comments": re.compile(r"word/comments\.xml"),
+}
+_GLYPH = re.compile(r"\(cid:\d+\)")
+_MOST_GLYPHS = 0.1
+"""Share of glyphs without a character from which a PDF's text is unreadable."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A document's text, and what it lacks; or why it cannot be read."""
+    from markitdown import StreamInfo, converters
+
+    suffix = path.suffix.lower()
+    try:
+        with path.open("rb") as file:
+            if suffix in (".docx", ".pptx", ".xlsx") and file.peek(4)[:4] == b"\xd0\xcf\x11\xe0":
+                return {"error": "it is protected by a password (or of an older format): save it without"}
+            text = getattr(converters, _CONVERTERS[suffix])().convert(file, StreamInfo(extension=suffix)).markdown
+    except OSError as error:
+        return {"error": f"it cannot be read ({error.strerror})"}
+    except MemoryError:
+        return {"error": "reading it takes too much memory", "costly": True}
+    except Exception as error:  # each parser has its own
+        if "Password" in type(error).__name__:
+            return {"error": "it is protected by a password: save it without"}
+        return {"error": f"markitdown cannot read it as {suffix} ({type(error).__name__})"}
+    if len(text) > MOST_TEXT:
+        return {"error": f"its text has {len(text):,} characters, and {MOST_TEXT:,} are allowed: split it"}
+    text, glyphs = _GLYPH.subn("", text)
+    if glyphs > _MOST_GLYPHS * len("".join(text.split())):
+        return {
+            "error": f"its fonts do not say which characters {glyphs:,} of its glyphs are: recognize its text (OCR)"
+        }
+    lacks = ["characters of glyphs without one"] if glyphs else []
+    return {"text": text, "lacks": lacks + (_unread_parts(path, text) if suffix == ".docx" else [])}
+
+
+def _unread_parts(path: Path, text: str) -> list[str]:
+    """What a Word file holds besides the text."""
+    with ZipFile(path) as packed:
+        with_text = [name for name in packed.namelist() if name.endswith(".xml") and b"<w:t" in packed.read(name)]
+        body = packed.read("word/document.xml").decode(errors="replace")
+    found = [kind for kind, part in _UNREAD_PARTS.items() if any(map(part.fullmatch, with_text))]
+    boxes = " ".join(re.findall("<w:txbxContent>(.*?)</w:txbxContent>", body, re.S))
+    words = set(re.findall(r"[^\W_]+", " ".join(re.findall("<w:t(?: [^>]*)?>([^<]*)", boxes))))
+    return found + ["text boxes"] * (not words <= set(re.findall(r"[^\W_]+", text)))
+
+
+def main() -> None:
+    """Answer until there are no more paths."""
+    import markitdown.converters  # noqa: F401  # what it takes does not count
+
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # what parsers print must not mix with answers
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        path, seconds = json.loads(line)
+        if sys.platform != "win32":
+            signal.alarm(seconds + 5)  # should the parent be gone
+        print(json.dumps(read(Path(path))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
