@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,3 @@ def compressed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Bundle, "compress", watched)
     return seen
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """This process alone, as torch.distributed sees it."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()

@@ -61,7 +61,7 @@ from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
-from ctx_compress_rag.training.engine.checkpoint import FOLDER, step_of
+from ctx_compress_rag.training.engine.saved_states import FOLDER, step_of
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.prompts import shares
 from ctx_compress_rag.training.run import run_recipe

@@ -1,4 +1,4 @@
-"""`python -m ctx_compress_rag.cli`, which torchrun needs."""
+"""`python -m ctx_compress_rag.cli`, which `accelerate launch` needs."""
 
 import sys
 

@@ -67,8 +67,6 @@ class OptimConfig(Strict):
         compile: compile the decoder layers, which share their code, for batches of any shape.
         checkpoint_layers: keep only the input of each decoder layer, and run the layer again in the backward pass: this
             saves memory and costs time.
-        shard: divide the weights of decoder layers, and all trained weights with their gradients and optimizer
-            states, among all processes of torchrun (`training.engine.sharding`).
         workers: number of processes that prepare batches.
     """
 
@@ -87,17 +85,12 @@ class OptimConfig(Strict):
     bf16: bool = False
     compile: bool = False
     checkpoint_layers: bool = False
-    shard: bool = False
     workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
 
     @model_validator(mode="after")
     def _fits_together(self) -> OptimConfig:
-        if self.shard and self.muon_learning_rate is not None:
-            raise ValueError("shard is for AdamW, since Muon needs whole matrices: leave muon_learning_rate out")
-        if self.shard and self.average is not None:
-            raise ValueError("average needs whole weights, which no process has with shard: leave one of them out")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"

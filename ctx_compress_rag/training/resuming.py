@@ -14,7 +14,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.checkpoint import FOLDER, complete_checkpoints
+from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints
 
 FILES_KEY = "files_sha256"
 _RECIPE_FILE = "recipe.json"
@@ -27,7 +27,6 @@ _MAY_CHANGE = {
     "optim.micro_batch_size",
     "optim.compile",
     "optim.checkpoint_layers",
-    "optim.shard",
     "optim.workers",
     "optim.save_every",
     "optim.log_every",

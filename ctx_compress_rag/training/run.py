@@ -17,9 +17,9 @@ from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.checkpoint import last_checkpoint, load_weights, writing
-from ctx_compress_rag.training.engine.loop import Job, train
-from ctx_compress_rag.training.engine.processes import is_main_process, join_processes, process_count, wait_for_all
+from ctx_compress_rag.training.engine.loop import train
+from ctx_compress_rag.training.engine.processes import processes
+from ctx_compress_rag.training.engine.saved_states import writing
 from ctx_compress_rag.training.recipe import STAGES, load_recipe
 from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
 
@@ -31,7 +31,7 @@ _LOCK_FILE = "training.lock"
 def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
     """Run a recipe to its end and return its output folder.
 
-    Under torchrun each process trains on its share of every batch.
+    Under `accelerate launch` each process trains on its share of every batch.
 
     Args:
         path: a YAML file, or a shipped recipe's name.
@@ -57,33 +57,19 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
             refuse_another(recipe)
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
         # Before they are read: they may be edited during the training.
-        files = file_digests(recipe) if is_main_process() else {}
+        files = file_digests(recipe) if processes().is_main_process else {}
         _, start = STAGES[recipe.stage]
         job = start(recipe)
-        if is_main_process():
+        if processes().is_main_process:
             begin(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
         report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
-        if is_main_process():
+        if processes().is_main_process:
             report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: files}
-            if recipe.optim.shard and process_count() > 1:
-                del job  # makes room for a whole one
-                job = _whole_again(recipe)
             with writing(recipe.output):
                 job.save(report)
             write_json(recipe.output / REPORT_FILE, report)
-        wait_for_all()  # the next recipe may need what the main process has written
+        processes().wait_for_everyone()  # the next recipe may need what the main process has written
     return recipe.output
-
-
-def _whole_again(recipe: BaseRecipe) -> Job:
-    """The recipe's job, whose weights are not sharded, with those of the last checkpoint."""
-    torch.manual_seed(recipe.seed)
-    _, start = STAGES[recipe.stage]
-    job = start(recipe)
-    checkpoint = last_checkpoint(recipe.output, recipe.optim.steps)
-    assert checkpoint  # of the last step
-    load_weights(checkpoint, job.model)
-    return job
 
 
 def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
@@ -104,8 +90,8 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
 
 
 def _prepare(recipe: BaseRecipe) -> None:
-    """Set up this process: its GPU, the seed, and the folder it writes to."""
-    join_processes()
+    """Set up this process: its device, the seed, and the folder it writes to."""
+    processes()
     torch.manual_seed(recipe.seed)
     # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
     # this setting when they start, so set it before any work.
@@ -115,7 +101,7 @@ def _prepare(recipe: BaseRecipe) -> None:
 
 def _alone(output: Path) -> AbstractContextManager[Any]:
     """Keep other trainings out of this folder: two would delete each other's checkpoints."""
-    if not is_main_process():
+    if not processes().is_main_process:
         return nullcontext()
     try:
         return FileLock(output / _LOCK_FILE, timeout=0).acquire()

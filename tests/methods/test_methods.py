@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -24,8 +23,7 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
-from ctx_compress_rag.training.engine.checkpointing import checkpoint_layers, layers_of
-from ctx_compress_rag.training.engine.sharding import shard
+from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
@@ -287,37 +285,21 @@ def loss_of(objective: torch.nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def gradients_of(objective: torch.nn.Module) -> dict[str, Tensor]:
-    found = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
-
-
-def test_checkpointed_and_sharded_layers_give_the_same_gradients(
+def test_checkpointed_layers_give_the_same_gradients(
     make: Callable[..., Bundle],
     case: tuple[str, str],
     objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]],
-    process_group: None,
 ) -> None:
-    """Compressor and reader take turns on one decoder, under adapters and hooks of their own.
-
-    Sharded by one process here; by two in tests/training/test_batch_mean.py.
-    """
+    """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
     gradients: list[dict[str, Tensor]] = []
     kept: list[int] = []
-    for checkpointed, sharded in ((False, False), (True, False), (True, True)):
+    for checkpointed in (False, True):
         bundle = make(*case, seed=4)
         layers = layers_of(bundle)
         assert len(layers) >= 2
         if checkpointed:
             checkpoint_layers(layers, bundle.reader)
         objective, batch = objective_of(bundle)
-        if sharded:
-            shard(objective, layers, "cpu")
-            inside = {p for layer in layers for p in layer.parameters()}
-            held = inside | set(objective.parameters())
-            wanted = {p for p in held if p.requires_grad or p in inside}
-            assert {p for p in held if isinstance(p, DTensor)} == wanted
-            assert {p.placements for p in wanted if isinstance(p, DTensor)} <= {(Shard(0),)}
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor, held: dict[int, int] = storages) -> Tensor:
@@ -328,7 +310,6 @@ def test_checkpointed_and_sharded_layers_give_the_same_gradients(
             loss = loss_of(objective, batch)
         kept.append(sum(storages.values()))
         loss.backward()
-        gradients.append(gradients_of(objective))
+        gradients.append({n: p.grad for n, p in objective.named_parameters() if p.grad is not None})
     assert kept[1] < kept[0] and gradients[0]
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0])
+    torch.testing.assert_close(gradients[1], gradients[0])

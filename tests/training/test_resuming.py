@@ -76,7 +76,6 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(decoder: Path, tmp_
     assert (told["resumed"], told["steps"]) == (True, 4) and told["tokens"] > 0
     curve = losses(tmp_path / "whole")
     assert len(curve) == 4 and losses(tmp_path / "cut") == pytest.approx(curve, rel=1e-4)
-    assert (tmp_path / "whole" / "loss.png").stat().st_size > 1000
     if stage != "update_predictor":
         one, two = (Bundle.from_pretrained(tmp_path / name / "bundle") for name in ("whole", "cut"))
         assert one.report["steps"] == 4 and one.config.ratios == ([2, 4, 8] if stage == "ram" else [4, 8])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -20,7 +23,6 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._names = list(trained(model))
         self._weights = nn.ParameterList(trained(model).values())
 
         def mean(average: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:
@@ -38,7 +40,10 @@ class WeightAverage:
         for weight, average in zip(self._weights, self._average.parameters(), strict=True):
             weight.copy_(average)
 
-    def state(self) -> dict[str, Tensor]:
-        """The averages by the parameters' names, and their `count`; values copied into them restore it."""
-        averages = dict(zip(self._names, (p.detach() for p in self._average.parameters()), strict=True))
-        return {**averages, "count": self._average.n_averaged}
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and their count."""
+        return self._average.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._average.load_state_dict(state)

@@ -11,37 +11,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError
-from ctx_compress_rag.evaluation.plots import new_figure, save
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.averaging import WeightAverage
-from ctx_compress_rag.training.engine.checkpoint import (
+from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers
+from ctx_compress_rag.training.engine.optimizers import all_finite, make_optimizers, set_learning_rate, trained
+from ctx_compress_rag.training.engine.processes import processes
+from ctx_compress_rag.training.engine.saved_states import (
     FOLDER,
+    keep_trained,
     last_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
+    load_state,
+    save_state,
     step_of,
 )
-from ctx_compress_rag.training.engine.checkpointing import checkpoint_layers
-from ctx_compress_rag.training.engine.optimizers import all_finite, make_optimizers, set_learning_rate, trained
-from ctx_compress_rag.training.engine.processes import (
-    is_main_process,
-    process_count,
-    process_rank,
-    summed,
-    training_device,
-)
-from ctx_compress_rag.training.engine.sharding import shard
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 from ctx_compress_rag.training.engine.throughput import speed_report, tokens_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +57,6 @@ class BatchMean(ABC):
 
     With means over micro-batches, tokens of short answers would count more than those of long ones, especially in
     small micro-batches.
-
-    Among a loss's base classes, list this one after the module: torch's `fully_shard` replaces a module's class, which
-    Python allows only in this order.
     """
 
     @abstractmethod
@@ -83,7 +75,7 @@ class Job:
         save: writes the result; called with the report.
         about: further entries of the report.
         on_step: called before each step with the step's number.
-        layers: the decoder layers that the model runs, for `checkpoint_layers` and `shard` of the optimization.
+        layers: the decoder layers that the model runs, for `checkpoint_layers` of the optimization.
         micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimization.
     """
 
@@ -103,7 +95,7 @@ def train(
     """Train a job's model.
 
     Checkpoints go to `output/checkpoints`; an interrupted run resumes from the last one with the same data order,
-    learning rate and random state. Writes `loss.json` and `loss.png`. `deadline` is in seconds of `time.monotonic`.
+    learning rate and random state. Writes `loss.json`. `deadline` is in seconds of `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
 
@@ -113,63 +105,66 @@ def train(
         TrainingError: the loss or a weight became NaN or infinite.
         OSError: a file cannot be written.
     """
+    from accelerate import Accelerator
+
     began = time.monotonic()
-    micro = _micro_batch_size(job, optim)
-    device = training_device()
+    accelerator = Accelerator(cpu=processes().device.type == "cpu", mixed_precision="no")
+    count = accelerator.num_processes
+    micro = _micro_batch_size(job, optim, count)
     torch.manual_seed(seed)
-    model = job.model.to(device).train()
+    model = job.model.to(accelerator.device).train()
     if optim.checkpoint_layers:
         checkpoint_layers(job.layers, model)
-    sharded = optim.shard and process_count() > 1
-    if sharded:
-        shard(model, job.layers, device)
-    parallel = DistributedDataParallel(model) if process_count() > 1 and not sharded else model
+    keep_trained(accelerator, model)
+    parallel = accelerator.prepare(model)
+    optimizers = [accelerator.prepare(optimizer) for optimizer in make_optimizers(model, optim)]
     parameters = list(trained(model).values())
-    optimizers = make_optimizers(model, optim)
     average = None if optim.average is None else WeightAverage(model, optim.average)
+    if average:
+        accelerator.register_for_checkpointing(average)
     # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
     bf16 = (optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters())
-    autocast = torch.autocast(device, torch.bfloat16, enabled=bf16)
+    autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
 
     history, losses = list[dict[str, Any]](), list[float]()
     tokens = 0  # of this process
     checkpoint = last_checkpoint(output, optim.steps) if resume else None
     first = step_of(checkpoint) if checkpoint else 0
-    micro_batches = _micro_batches(job, optim, micro, first)  # before random states are restored, since it draws one
+    rank = accelerator.process_index
+    micro_batches = _micro_batches(job, optim, micro, first, rank, count)  # draws a random number: before `load_state`
     if checkpoint:
         logger.info("resuming from %s", checkpoint)
-        progress = load_checkpoint(checkpoint, model, optimizers, average)
+        progress = load_state(accelerator, checkpoint)
         history = progress["history"]
-        tokens, began = progress["tokens"] // process_count(), began - progress["seconds"]
+        tokens, began = progress["tokens"] // count, began - progress["seconds"]
 
     def so_far() -> dict[str, Any]:
         # As if all processes had read as many tokens as this one.
-        return {"tokens": tokens * process_count(), "seconds": round(time.monotonic() - began, 2)}
+        return {"tokens": tokens * count, "seconds": round(time.monotonic() - began, 2)}
 
     step = first
-    bar = tqdm(total=optim.steps, initial=first, disable=not is_main_process(), unit="step")
+    bar = tqdm(total=optim.steps, initial=first, disable=not accelerator.is_main_process, unit="step")
     for step in range(first + 1, optim.steps + 1):
         if job.on_step:
             job.on_step(step - 1)
         rate = set_learning_rate(optimizers, optim, step - 1)
-        batches = [next(micro_batches) for _ in range(optim.batch_size // (micro * process_count()))]
+        batches = [next(micro_batches) for _ in range(optim.batch_size // (micro * count))]
         tokens += sum(map(tokens_of, batches))
-        loss = _backward(parallel, batches, autocast)
+        loss = _backward(accelerator, parallel, job.model, batches, autocast)
         late = deadline is not None and time.monotonic() >= deadline
         # One process's NaN or deadline is that of all: a process that continued alone would wait for the others.
-        total, late_processes = summed(torch.stack((loss, loss.new_tensor(float(late))))).tolist()
-        losses.append(total / process_count())
+        total, late_processes = accelerator.reduce(torch.stack((loss, loss.new_tensor(float(late))))).tolist()
+        losses.append(total / count)
         if not math.isfinite(total):
             raise _diverged(output, f"the loss of step {step} is {total}")
-        norm = nn.utils.clip_grad_norm_(parameters, optim.clip_norm)
+        norm = accelerator.clip_grad_norm_(parameters, optim.clip_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if average:
             average.update()
 
-        last = step == optim.steps
-        stops = last or late_processes > 0
+        stops = step == optim.steps or late_processes > 0
         if step % optim.log_every == 0 or stops:
             row = {"step": step, **so_far()}
             row |= {"loss": sum(losses) / len(losses), "learning_rate": rate, "grad_norm": float(norm)}
@@ -178,17 +173,15 @@ def train(
             bar.set_postfix(loss=f"{row['loss']:.4g}", refresh=False)
         bar.update()
         if step % optim.save_every == 0 or stops:
-            if summed(loss.new_tensor(float(not all_finite(model)))):
+            if not all_finite(model):
                 raise _diverged(output, f"weights are NaN or infinite after step {step}")
-            progress = {"step": step, **so_far(), "history": history}
-            save_checkpoint(output, model, optimizers, average, progress)
+            save_state(accelerator, output, {"step": step, **so_far(), "history": history})
         if stops:
             break
     bar.close()
 
-    if is_main_process():
+    if accelerator.is_main_process:
         (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
-        plot_loss(history, output / "loss.png")
     if step < optim.steps:
         raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
     if average:
@@ -205,47 +198,47 @@ def train(
     }
 
 
-def _micro_batch_size(job: Job, optim: OptimConfig) -> int:
-    """How many examples a process takes at once."""
-    processes = process_count()
+def _micro_batch_size(job: Job, optim: OptimConfig, count: int) -> int:
+    """How many examples one of `count` processes takes at once."""
     wanted = job.micro_batch_size or optim.micro_batch_size or optim.batch_size
-    micro = min(wanted, optim.batch_size // processes)
-    if micro == 0 or optim.batch_size % (micro * processes):
+    micro = min(wanted, optim.batch_size // count)
+    if micro == 0 or optim.batch_size % (micro * count):
         raise ConfigError(
-            f"batch_size {optim.batch_size} cannot be divided among {processes} processes in micro-batches of {micro}: "
+            f"batch_size {optim.batch_size} cannot be divided among {count} processes in micro-batches of {micro}: "
             "choose numbers that divide it"
         )
     return micro
 
 
-def _micro_batches(job: Job, optim: OptimConfig, size: int, first: int) -> Iterator[dict[str, Any]]:
-    """This process's micro-batches from step `first` on: in turns with the other processes, in the examples' order."""
-    starts = range(first * optim.batch_size + process_rank() * size, optim.items, size * process_count())
+def _micro_batches(
+    job: Job, optim: OptimConfig, size: int, first: int, rank: int, count: int
+) -> Iterator[dict[str, Any]]:
+    """A process's micro-batches from step `first` on: in turns with the other processes, in the examples' order."""
+    starts = range(first * optim.batch_size + rank * size, optim.items, size * count)
     numbers = ([number % len(job.examples) for number in range(start, start + size)] for start in starts)
     examples: Any = job.examples
     return iter(DataLoader(examples, batch_sampler=numbers, num_workers=optim.workers, collate_fn=job.collate))
 
 
-def _backward(model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any) -> Tensor:
+def _backward(
+    accelerator: Accelerator, parallel: nn.Module, model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any
+) -> Tensor:
     """Add a step's gradients; returns its loss, whose mean over the processes is the whole batch's."""
-    whole = model.module if isinstance(model, DistributedDataParallel) else model
-    device = next(whole.parameters()).device
+    device = accelerator.device
     total = torch.zeros((), device=device)
     items: dict[str, Tensor] = {}
     batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in batches]
     # Gradients are averaged over the processes, so a loss that is divided by all their items is multiplied by them.
     scale = 1 / len(batches)
-    if isinstance(whole, BatchMean):
-        first, *others = (whole.items(**batch) for batch in batches)
-        items["num_items_in_batch"] = summed(sum(others, start=first).to(device))
-        scale = float(process_count())
+    if isinstance(model, BatchMean):
+        first, *others = (model.items(**batch) for batch in batches)
+        items["num_items_in_batch"] = accelerator.reduce(sum(others, start=first).to(device))
+        scale = float(accelerator.num_processes)
     for number, batch in enumerate(batches):
-        last = number == len(batches) - 1
-        alone = nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
-        with alone:
+        with nullcontext() if number == len(batches) - 1 else accelerator.no_sync(parallel):
             with autocast:
-                loss = model(**batch, **items)["loss"] * scale
-            loss.backward()
+                loss = parallel(**batch, **items)["loss"] * scale
+            accelerator.backward(loss)
         total += loss.detach()
     return total
 
@@ -255,13 +248,3 @@ def _diverged(output: Path, what: str) -> TrainingError:
         f"{output / FOLDER}: {what}, and further steps cannot change that: lower optim.learning_rate, and start again "
         "without that folder"
     )
-
-
-def plot_loss(history: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the logged losses against steps."""
-    figure = new_figure(7.0, 4.0)
-    axes = figure.subplots()
-    axes.plot([row["step"] for row in history], [row["loss"] for row in history])
-    axes.set(xlabel="step", ylabel="loss", yscale="log", title="Training loss")
-    axes.grid(alpha=0.3)
-    save(figure, path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from ctx_compress_rag.training.config import OptimConfig
@@ -17,9 +16,8 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def all_finite(model: nn.Module) -> bool:
-    """Whether no trained parameter is NaN or infinite, in this process's part of them."""
-    parts = (p.to_local() if isinstance(p, DTensor) else p for p in trained(model).values())
-    return all(bool(part.isfinite().all()) for part in parts)
+    """Whether no trained parameter is NaN or infinite."""
+    return all(bool(p.isfinite().all()) for p in trained(model).values())
 
 
 def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:

@@ -25,7 +25,7 @@ from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.soft_context import check_window
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.training.config import Recipe
-from ctx_compress_rag.training.engine.checkpointing import layers_of
+from ctx_compress_rag.training.engine.gradient_checkpointing import layers_of
 from ctx_compress_rag.training.engine.loop import Collate, Examples, Job
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.engine.speedups import make_fast
@@ -103,11 +103,6 @@ class CompressionRecipe(Recipe):
         # Training pools each of a passage's windows separately; a store merges slots across windows.
         for ratio in self.slot_ratios():
             check_window(ratio, self.window)
-        if self.optim.shard and any(part.each == "example" for part in self.curriculum):
-            raise ValueError(
-                "shard needs all processes to make the same passes, but with `each: example` one of them may have no "
-                "example for a ratio: leave out shard or `each: example`"
-            )
         return self
 
     def slot_ratios(self) -> list[int]:

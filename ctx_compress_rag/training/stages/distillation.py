@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,15 +36,6 @@ class DistillationRecipe(CompressionRecipe):
     stage: Literal["distillation"]
     reconstruction_weight: float = Field(default=0.0, ge=0)
     repeat_per_batch: int = Field(default=8, gt=0)
-
-    @model_validator(mode="after")
-    def _passes_are_the_same(self) -> DistillationRecipe:
-        if self.optim.shard and self.reconstruction_weight:
-            raise ValueError(
-                "shard needs all processes to make the same passes, but one of them may have no passage to repeat: "
-                "leave out shard or reconstruction_weight"
-            )
-        return self
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         """The loss, what feeds it, and on what: the examples, with the passages that they also repeat."""

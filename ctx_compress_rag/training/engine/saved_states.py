@@ -1,0 +1,133 @@
+"""Saved states of a training, by accelerate: trained parameters, optimizer states, averages and random states."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.json_files import write_json
+from ctx_compress_rag.training.engine.optimizers import trained
+from ctx_compress_rag.training.engine.processes import processes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+_WEIGHTS_FILE = "trained.safetensors"
+_PROGRESS_FILE = "progress.json"
+_KEPT = 2
+
+
+def keep_trained(accelerator: Accelerator, model: nn.Module) -> None:
+    """Make the states that accelerate saves and loads hold a model's trained parameters, without the frozen ones."""
+
+    def save(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
+        weights.clear()
+        if accelerator.is_main_process:
+            own = {name: p.detach().cpu().contiguous() for name, p in trained(model).items()}
+            save_file(own, Path(folder, _WEIGHTS_FILE))
+
+    def load(models: list[Any], folder: str) -> None:
+        models.clear()
+        stored, own = load_file(Path(folder, _WEIGHTS_FILE)), trained(model)
+        if odd := stored.keys() ^ own.keys():
+            raise ConfigError(
+                f"{folder} is of another model: {len(odd)} tensors differ, for example {min(odd)}; choose another "
+                "output, or start again with --no-resume"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(stored[name])
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def save_state(accelerator: Accelerator, output: Path, progress: dict[str, Any]) -> None:
+    """Write a checkpoint, which every process must call, and remove all but the last two.
+
+    Args:
+        accelerator: holds what is trained.
+        output: the recipe's output folder.
+        progress: what the loop needs to continue, as JSON; `step` is the number of steps made.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder = output / FOLDER / f"checkpoint-{progress['step']}"
+    with writing(folder):
+        accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        write_json(folder / _PROGRESS_FILE, progress)  # now it is complete
+        for old in complete_checkpoints(output)[:-_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
+    """Restore what `save_state` wrote, however many processes wrote it, and return its progress."""
+    accelerator.load_state(str(checkpoint))
+    return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))
+
+
+def last_checkpoint(output: Path, steps: int) -> Path | None:
+    """The last complete checkpoint; the main process removes incomplete ones.
+
+    Raises:
+        ConfigError: its step is beyond the recipe's last.
+    """
+    complete = complete_checkpoints(output)
+    for half in set(_all(output)) - set(complete) if processes().is_main_process else ():
+        logger.warning("%s is incomplete: removing it", half)
+        shutil.rmtree(half, ignore_errors=True)
+    if not complete:
+        return None
+    if step_of(complete[-1]) > steps:
+        raise ConfigError(
+            f"{complete[-1]} is beyond the recipe's {steps} steps: give it more steps, choose another output, or start "
+            "again with --no-resume"
+        )
+    return complete[-1]
+
+
+def _all(output: Path) -> list[Path]:
+    return sorted((output / FOLDER).glob("checkpoint-*"), key=step_of)
+
+
+def complete_checkpoints(output: Path) -> list[Path]:
+    """The checkpoints that were written to their end, in the order of their steps."""
+    return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
+
+
+def step_of(checkpoint: Path) -> int:
+    """How many steps a checkpoint's training had made."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+@contextmanager
+def writing(what: Path) -> Iterator[None]:
+    """Name what cannot be written: on a full disk, torch and safetensors raise errors that do not say so.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        cause = str(error).strip().splitlines()[-1]
+        raise OSError(
+            f"cannot write {what} ({cause}): check that the disk has space; the training resumes at its last checkpoint"
+        ) from error
