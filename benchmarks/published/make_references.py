@@ -1,4 +1,4 @@
-# ruff: noqa: D103, E501
+# ruff: noqa: E501
 # mypy: ignore-errors
 """Make the tiny checkpoints and reference tensors of the tests: run by hand, with the projects' own code.
 
