@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.decoding.decoder import Decoder
     from ctx_compress_rag.soft_context import SoftContext
     from ctx_compress_rag.store import Passage, SoftContextStore
 
 __version__ = "0.1.0"
 
-__all__ = ["Bundle", "Passage", "SoftContext", "SoftContextStore", "TransformersDecoder", "__version__"]
+__all__ = ["Bundle", "Decoder", "Passage", "SoftContext", "SoftContextStore", "__version__"]
 
 _LAZY = {
     "Bundle": "ctx_compress_rag.bundle.bundle",
     "Passage": "ctx_compress_rag.store",
     "SoftContext": "ctx_compress_rag.soft_context",
     "SoftContextStore": "ctx_compress_rag.store",
-    "TransformersDecoder": "ctx_compress_rag.decoding.decoder",
+    "Decoder": "ctx_compress_rag.decoding.decoder",
 }
 
 

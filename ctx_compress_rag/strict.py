@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache, reduce
 from operator import or_
 from typing import Annotated, Any, TypeVar
@@ -92,3 +93,22 @@ def explain_fault(fault: Mapping[str, Any]) -> str:
     said = f"{where or 'config'}: {fault['msg'].removeprefix('Value error, ')}"
     # A rule about several values has all of them as its input.
     return said if isinstance(fault["input"], dict) else f"{said} (got {short_repr(fault['input'])})"
+
+
+def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse an unknown option, and name the nearest.
+
+    Args:
+        what: what has the options.
+        given: the names of those given.
+        known: the names of all.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            nearest = get_close_matches(name, names, 1)
+            there = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
+            raise ConfigError(f"{what} has no option {name!r}: {there}")

@@ -73,9 +73,9 @@ def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest
 def adaptive(bundle_folder: Path) -> Any:
     """The saved bundle's decoder."""
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.decoding.decoder import Decoder
 
-    return TransformersDecoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
+    return Decoder(Bundle.from_pretrained(bundle_folder, device="cpu"))
 
 
 @pytest.fixture

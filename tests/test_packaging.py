@@ -71,7 +71,7 @@ def test_public_names_lead_to_what_they_say() -> None:
     for name in ctx_compress_rag.__all__:
         value = getattr(ctx_compress_rag, name)
         assert name == "__version__" or value.__name__ == name
-    assert set(dir(ctx_compress_rag)) >= {"Bundle", "SoftContextStore", "TransformersDecoder"}
+    assert set(dir(ctx_compress_rag)) >= {"Bundle", "SoftContextStore", "Decoder"}
     with pytest.raises(AttributeError, match="no attribute 'Bundel'"):
         _ = ctx_compress_rag.Bundel
 

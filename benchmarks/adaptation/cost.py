@@ -9,8 +9,8 @@ from statistics import mean, median
 from benchmarks.adaptation.systems import System
 from benchmarks.timing.phases import Phases, count_flops, time_phases
 from ctx_compress_rag.adaptation.episodes import Episode
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 
 _COUNTED = 4
 
@@ -32,7 +32,7 @@ class AdaptationCost:
 
 
 def measure(
-    decoder: TransformersDecoder, systems: Sequence[System], episodes: Sequence[Episode], sampling: Sampling, timed: int
+    decoder: Decoder, systems: Sequence[System], episodes: Sequence[Episode], sampling: Sampling, timed: int
 ) -> dict[str, AdaptationCost]:
     """The cost of each system, by name, over the first `timed` episodes."""
     given = {system.name: system.given(episodes) for system in systems}
@@ -53,7 +53,7 @@ def measure(
     return costs
 
 
-def phases(decoder: TransformersDecoder, system: System, episode: Episode, sampling: Sampling) -> Phases:
+def phases(decoder: Decoder, system: System, episode: Episode, sampling: Sampling) -> Phases:
     """Adapting to an episode's demonstrations, and answering its question."""
     chat = system.chat(episode)
     return Phases(

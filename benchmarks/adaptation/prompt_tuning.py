@@ -16,7 +16,8 @@ from ctx_compress_rag.adaptation.config import AdaptationRecipe
 from ctx_compress_rag.adaptation.objectives import AnswersMean
 from ctx_compress_rag.adaptation.stages import batches_of, job, open_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.preparer import Preparer
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.training.engine.loop import Job
 from ctx_compress_rag.training.recipe import register
@@ -31,21 +32,22 @@ class PromptTuningRecipe(AdaptationRecipe):
     virtual_tokens: int = Field(default=20, gt=0)
 
 
-class PrefixedDecoder(TransformersDecoder):
-    """A decoder that reads a soft prefix (tokens, dim) before every prompt; counts of slots include it."""
+class PrefixedPreparer(Preparer):
+    """Puts a soft prefix (tokens, dim) before every prompt; counts of slots include it."""
 
     prefix: Tensor
 
-    @classmethod
-    def with_prefix(cls, decoder: TransformersDecoder, folder: Path) -> PrefixedDecoder:
-        """The decoder with a trained prefix; both share the model."""
-        weight = decoder.bundle.backbone.embeddings.weight
-        made = cls(decoder.bundle, decoder.store, batch_size=decoder.batch_size)
-        made.prefix = load_file(folder / _FILE)[_KEY].to(weight.device, weight.dtype)
-        return made
-
     def prepare(self, prompts: Sequence[PromptLike], *, extractive: bool = False) -> list[Prompt]:
         return [behind(prompt, self.prefix) for prompt in super().prepare(prompts, extractive=extractive)]
+
+
+def with_prefix(decoder: Decoder, folder: Path) -> Decoder:
+    """The decoder with a trained prefix; both share the model."""
+    weight = decoder.bundle.backbone.embeddings.weight
+    made = Decoder(decoder.bundle, decoder.store)
+    made.preparer = preparer = PrefixedPreparer(decoder.bundle, decoder.store)
+    preparer.prefix = load_file(folder / _FILE)[_KEY].to(weight.device, weight.dtype)
+    return made
 
 
 def behind(prompt: Prompt, prefix: Tensor) -> Prompt:

@@ -29,8 +29,8 @@ from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.episodes import Episode, with_slots
 from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import new_figure, save
 from ctx_compress_rag.evaluation.statistics import Interval
@@ -127,7 +127,7 @@ def evaluate(
     episodes, held_back = (
         [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn] for drawn in apart
     )
-    sampling = Sampling(max_new_tokens=max_new_tokens)
+    sampling = Sampling(max_tokens=max_new_tokens)
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
@@ -154,7 +154,7 @@ def evaluate(
 
 
 def answer_all(
-    decoder: TransformersDecoder,
+    decoder: Decoder,
     systems: Sequence[System],
     episodes: Sequence[Episode],
     sampling: Sampling,
@@ -178,9 +178,7 @@ def answer_all(
     return answers
 
 
-def _answers(
-    decoder: TransformersDecoder, system: System, episodes: Sequence[Episode], sampling: Sampling
-) -> list[str]:
+def _answers(decoder: Decoder, system: System, episodes: Sequence[Episode], sampling: Sampling) -> list[str]:
     done: list[str] = []
     for episode in system.given(episodes):
         [made] = system.adapt(decoder, episode).generate([system.chat(episode)], sampling)
@@ -189,7 +187,7 @@ def _answers(
 
 
 def _tuned(
-    decoder: TransformersDecoder,
+    decoder: Decoder,
     systems: Sequence[System],
     episodes: Sequence[Episode],
     sampling: Sampling,

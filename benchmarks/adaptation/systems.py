@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from benchmarks.adaptation.hypertuning import HyperTuningRecipe
-from benchmarks.adaptation.prompt_tuning import PrefixedDecoder, PromptTuningRecipe
+from benchmarks.adaptation.prompt_tuning import PromptTuningRecipe, with_prefix
 from benchmarks.world import RECIPES
 from ctx_compress_rag.adaptation.adapt import Adaptation, adapted, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
@@ -23,7 +23,7 @@ from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.updates import sgd
 from ctx_compress_rag.bundle.files import REPORT_FILE
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.recipe import find, load_recipe
 from ctx_compress_rag.training.resuming import FILES_KEY, changed_files
@@ -41,7 +41,7 @@ class BaseAdapter(Adaptation):
 
     base: Adapter | None
 
-    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
+    def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
         return self.base
 
 
@@ -55,7 +55,7 @@ class TestTimeSGD(Adaptation):
     steps: int
     learning_rate: float
 
-    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter:
+    def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter:
         update = sgd(decoder.bundle, [rows_of(decoder, demonstrations)], self.base, self.steps, self.learning_rate)
         return update.adapted().row(0)
 
@@ -80,10 +80,10 @@ class System:
     finish: Callable[[str, Episode], str] = lambda answer, episode: answer
     prefix: Path | None = None
 
-    def adapt(self, decoder: TransformersDecoder, episode: Episode) -> TransformersDecoder:
+    def adapt(self, decoder: Decoder, episode: Episode) -> Decoder:
         """The decoder, adapted to an episode's demonstrations."""
         if self.prefix is not None:
-            return PrefixedDecoder.with_prefix(decoder, self.prefix)
+            return with_prefix(decoder, self.prefix)
         return adapted(decoder, self.adaptation.adapt(decoder, episode.support))
 
 
@@ -146,7 +146,7 @@ class Recipes:
             (folder / "recipes" / file.name).write_text(text, encoding="utf-8")
         return self.find(folder / "recipes")
 
-    def train_missing(self, decoder: TransformersDecoder) -> None:
+    def train_missing(self, decoder: Decoder) -> None:
         """Run the recipes that are not finished; an interrupted one resumes from its last checkpoint.
 
         Raises:
@@ -171,7 +171,7 @@ class Recipes:
             if made.get("fingerprint") != decoder.bundle.fingerprint:
                 raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
 
-    def systems(self, decoder: TransformersDecoder) -> list[System]:
+    def systems(self, decoder: Decoder) -> list[System]:
         """The trained systems and the baselines, in the order of a table.
 
         If several recipes are of one kind and K, the systems' names include the recipes' file names.
@@ -213,7 +213,7 @@ def _kind(recipe: AdaptationRecipe) -> str:
     return "HyperTuning" if isinstance(recipe, HyperTuningRecipe) else f"{PREDICTED}{recipe.inner_steps}"
 
 
-def controls(systems: Sequence[System], decoder: TransformersDecoder, episodes: Sequence[Episode]) -> list[System]:
+def controls(systems: Sequence[System], decoder: Decoder, episodes: Sequence[Episode]) -> list[System]:
     """Controls for a predicted update: one update for all contexts, and the update predicted from another task."""
     predicted = [system for system in systems if system.name.startswith(PREDICTED)]
     if not predicted:
@@ -227,9 +227,7 @@ def controls(systems: Sequence[System], decoder: TransformersDecoder, episodes: 
     return made
 
 
-def mean_over(
-    update: PredictedUpdate, decoder: TransformersDecoder, contexts: Sequence[Sequence[Demonstration]]
-) -> BaseAdapter:
+def mean_over(update: PredictedUpdate, decoder: Decoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
     """The mean of the updates predicted for these contexts, whatever the demonstrations."""
     rows = [update.rows(decoder, context) for context in contexts]
     with torch.no_grad():

@@ -36,7 +36,8 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, TrainingError
 from ctx_compress_rag.evaluation.answering import (
     EXTRACTED,
@@ -370,7 +371,7 @@ def _entry_result(
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
     ratios = job.recipes[-1].ratios
-    answers = answer(bundle, questions, ratios, (SOFT,), max_new_tokens=_ANSWER_TOKENS)
+    answers = answer(bundle, questions, ratios, (SOFT,), max_tokens=_ANSWER_TOKENS)
     return {
         "name": job.name,
         "method": bundle.config.method.model_dump(mode="json"),
@@ -404,13 +405,13 @@ def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) 
     A decoder that declines without context, but guesses with any slots, scores higher with slots although it reads
     nothing from them.
     """
-    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_new_tokens=_ANSWER_TOKENS)
+    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_tokens=_ANSWER_TOKENS)
     return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
 
 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     """The decoder with full text, without context, and with passages shortened to ceil(tokens / ratio) tokens."""
-    decoder = TransformersDecoder(PlainDecoder(Backbone(*load_decoder(plan.start, dtype=plan.dtype))), batch_size=16)
+    decoder = Decoder(PlainDecoder(Backbone(*load_decoder(plan.start, dtype=plan.dtype))), batch_size=16)
     tokenizer, encoder = decoder.bundle.tokenizer, load_minilm()
     ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions]
     texts: dict[Key, list[Sequence[str]]] = {
@@ -426,7 +427,7 @@ def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     answers: SystemAnswers = {}
     for key, given in tqdm(texts.items(), desc="answering", unit="system"):
         chats = [prompt_of(TEMPLATES[0], own, q.question) for own, q in zip(given, questions, strict=True)]
-        made = decoder.generate(chats, Sampling(max_new_tokens=_ANSWER_TOKENS))
+        made = decoder.generate(chats, Sampling(max_tokens=_ANSWER_TOKENS))
         answers[key] = Answers([one.text.strip() for one in made], mean(one.prompt_tokens for one in made), None)
     return {"name": BASELINES, "decoder": str(plan.decoder), "scores": _scores(answers, questions)}
 

@@ -9,7 +9,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Sampling
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.answering import FULL, SOFT, Key, each_store
 from ctx_compress_rag.evaluation.questions import Question
@@ -37,7 +37,7 @@ class Sure:
 
 def sure_answers(bundle: Bundle, questions: Sequence[Question], ratio: int) -> dict[str, list[Sure]]:
     """Answers from soft contexts and from full text, with how sure the model was."""
-    sampling = Sampling(max_new_tokens=bundle.config.answer_tokens, logprobs=True)
+    sampling = Sampling(max_tokens=bundle.config.answer_tokens, logprobs=True)
     keys: list[Key] = [(SOFT, ratio), (FULL, None)]
     sure: dict[str, list[Sure]] = {system: [] for system, _ in keys}
     for _, prompts in each_store(bundle, questions, [ratio]):

@@ -9,7 +9,7 @@ import typer
 from benchmarks.lab import lab
 from benchmarks.world import BUNDLE
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import AnyBundle, Output, Server, ServerKey, quiet_models, read_text
+from ctx_compress_rag.cli.shared import AnyBundle, Engine, Output, ServerKey, engine_options, quiet_models, read_text
 from ctx_compress_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def time_callers(
     from dataclasses import asdict
 
     from benchmarks.timing.concurrency import concurrency, concurrency_table, endless
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
+    from ctx_compress_rag.decoding.decoder import Decoder
     from ctx_compress_rag.marking.mark import mark
     from ctx_compress_rag.store import SoftContextStore
     from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
@@ -72,7 +72,7 @@ def time_callers(
             own = [chunks[(4 * caller + place) % len(chunks)] for place in range(4)]
             context = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
             chats.append(messages(TEMPLATES[0], context, "What is it about?"))
-        found = concurrency(TransformersDecoder(opened, store, batch_size=callers), chats)
+        found = concurrency(Decoder(opened, store, batch_size=callers), chats)
     _report(output, "concurrency", concurrency_table(found), {**asdict(found), "ratio": ratio})
 
 
@@ -82,7 +82,7 @@ def time_first_token(
     bundle: AnyBundle = str(BUNDLE),
     tokens: Tokens = 256,
     prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Passages in the prompt.")] = 4,
-    server: Server = None,
+    engine: Engine = "transformers",
     server_key: ServerKey = None,
     output: Output = "ctx-compress-bench",
 ) -> None:
@@ -91,13 +91,12 @@ def time_first_token(
     from functools import partial
 
     from benchmarks.timing.speed import first_token, first_token_table
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
-    from ctx_compress_rag.decoding.vllm import ServerDecoder
+    from ctx_compress_rag.decoding.decoder import Decoder
 
     opened, chunks = _open(text, bundle, tokens)
     if prompt > len(chunks):
         raise ConfigError(f"--prompt {prompt}: the text has {len(chunks)} passages: give a longer one")
-    decoder = partial(ServerDecoder, server=server, api_key=server_key) if server is not None else TransformersDecoder
+    decoder = partial(Decoder, engine=engine, **engine_options(engine, server_key))
     ratios = [ratio for ratio in opened.config.ratios if ratio <= 16]
     found = first_token(opened, sorted(chunks, key=len)[-prompt:], ratios, 5, decoder)
     _report(output, "first_token", first_token_table(found), {str(r): asdict(first) for r, first in found.items()})

@@ -11,7 +11,8 @@ from statistics import median
 
 from benchmarks.timing.phases import measured
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.prompt import PromptLike
 
 _PAIRS = 3
@@ -69,9 +70,7 @@ def endless(bundle: Bundle) -> Iterator[None]:
         tokenizer.eos_token, config.eos_token_id = ends
 
 
-def concurrency(
-    decoder: TransformersDecoder, prompts: Sequence[PromptLike], new_tokens: int = 64, rounds: int = 3
-) -> Concurrency:
+def concurrency(decoder: Decoder, prompts: Sequence[PromptLike], new_tokens: int = 64, rounds: int = 3) -> Concurrency:
     """Time several callers that ask at the same time, each with one of the prompts.
 
     Args:
@@ -80,13 +79,13 @@ def concurrency(
         new_tokens: the most tokens of an answer.
         rounds: how often everything is timed, after one warm-up round.
     """
-    sampling = Sampling(max_new_tokens=new_tokens)
+    sampling = Sampling(max_tokens=new_tokens)
     found = [_round(decoder, prompts, sampling) for _ in range(rounds + 1)][1:]
     shares, batch, streams, turns, last, first, alone = (median(column) for column in zip(*found, strict=True))
     return Concurrency(len(prompts), shares, batch, streams, turns, last, first, alone)
 
 
-def _round(decoder: TransformersDecoder, prompts: Sequence[PromptLike], sampling: Sampling) -> tuple[float, ...]:
+def _round(decoder: Decoder, prompts: Sequence[PromptLike], sampling: Sampling) -> tuple[float, ...]:
     began = time.perf_counter()
     tokens = sum(answer.completion_tokens for answer in decoder.generate(prompts, sampling))
     batch = tokens / (time.perf_counter() - began)
@@ -103,18 +102,17 @@ def _round(decoder: TransformersDecoder, prompts: Sequence[PromptLike], sampling
     return shared / batch, batch, shared, rate, firsts[-1] / firsts[0], firsts[0], alone
 
 
-def _alone(decoder: TransformersDecoder, prompt: PromptLike, sampling: Sampling) -> tuple[float, float]:
+def _alone(decoder: Decoder, prompt: PromptLike, sampling: Sampling) -> tuple[float, float]:
     """Seconds of one caller, and of transformers' own `generate`."""
     began = time.perf_counter()
     decoder.generate([prompt], sampling)
     between = time.perf_counter()
-    decoder.generate_apart(prompt, sampling)
+    with decoder.bundle.backbone.lock:  # then it shares no passes
+        decoder.generate([prompt], sampling)
     return between - began, time.perf_counter() - between
 
 
-def _stream(
-    decoder: TransformersDecoder, prompt: PromptLike, sampling: Sampling, began: float
-) -> tuple[float, Generation]:
+def _stream(decoder: Decoder, prompt: PromptLike, sampling: Sampling, began: float) -> tuple[float, Generation]:
     pieces = decoder.stream(prompt, sampling)
     piece = next(pieces)
     first = time.perf_counter() - began

@@ -13,10 +13,11 @@ from benchmarks.timing.phases import Phases, count_flops, time_phases
 from benchmarks.timing.speed import FIRST_TOKEN
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import spread
-from ctx_compress_rag.decoding.decoder import Message, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import Asking, Key, SystemAnswers, each_store, keys_of
 from ctx_compress_rag.evaluation.questions import Question
+from ctx_compress_rag.prompt import Message
 
 K = TypeVar("K")
 MakePrompt = Callable[[], list[Message]]
@@ -42,9 +43,7 @@ class Cost:
     first_token_flops: float
 
 
-def measure(
-    decoder: TransformersDecoder, questions: Sequence[Mapping[K, MakePrompt]], progress: bool = True
-) -> dict[K, Cost]:
+def measure(decoder: Decoder, questions: Sequence[Mapping[K, MakePrompt]], progress: bool = True) -> dict[K, Cost]:
     """The cost of each system.
 
     Args:
@@ -94,12 +93,12 @@ class CostTable:
         return cost_table(costs), [{"system": s, "ratio": ratio, **asdict(cost)} for (s, ratio), cost in costs.items()]
 
 
-def _phases(decoder: TransformersDecoder, prompt: MakePrompt) -> Phases:
-    return Phases(
-        prompt,
-        lambda chat: decoder.generate([chat], FIRST_TOKEN),
-        lambda chat: decoder.generate_apart(chat, FIRST_TOKEN),
-    )
+def _phases(decoder: Decoder, prompt: MakePrompt) -> Phases:
+    def apart(chat: Sequence[Message]) -> object:
+        with decoder.bundle.backbone.lock:  # then it shares no passes
+            return decoder.generate([chat], FIRST_TOKEN)
+
+    return Phases(prompt, lambda chat: decoder.generate([chat], FIRST_TOKEN), apart)
 
 
 def cost_table(costs: Mapping[tuple[str, int | None], Cost]) -> str:

@@ -17,14 +17,15 @@ from tqdm.auto import tqdm
 
 from benchmarks.timing.phases import measured
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
-FIRST_TOKEN = Sampling(max_new_tokens=1)
+FIRST_TOKEN = Sampling(max_tokens=1)
 """Generates one token, to time the first one."""
 
 _PASSAGES_PER_ROUND = 250
@@ -109,7 +110,7 @@ def first_token(
     passages: Sequence[str],
     ratios: Sequence[int],
     rounds: int = 7,
-    opened: Callable[[Bundle, SoftContextStore], TransformersDecoder] = TransformersDecoder,
+    opened: Callable[[Bundle, SoftContextStore], Decoder] = Decoder,
 ) -> dict[int, FirstToken]:
     """Time to the first token with `passages` as markers at each ratio and as text, in turn, after a warm-up round.
 
@@ -215,11 +216,11 @@ class _Asked:
     tokens: int
 
 
-def _first_piece(decoder: TransformersDecoder, contents: Sequence[str]) -> _Asked:
+def _first_piece(decoder: Decoder, contents: Sequence[str]) -> _Asked:
     # Each prompt begins differently: a server would reuse what it has read of a common beginning.
     context = PASSAGE_SEPARATOR.join([token_hex(4), *contents])
     chat = [dict(message) for message in messages(TEMPLATES[0], context, "What is it about?")]
-    reading = seconds_of(partial(decoder.prepare, [chat]))
+    reading = seconds_of(partial(decoder.preparer.prepare, [chat]))
     started = time.perf_counter()
     [answer] = decoder.generate([chat], FIRST_TOKEN)
     return _Asked(time.perf_counter() - started, reading, answer.prompt_tokens)

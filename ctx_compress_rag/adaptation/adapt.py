@@ -14,7 +14,8 @@ from ctx_compress_rag.adaptation.adapter import Adapter, applied
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks.llm import DecoderLLM
 from ctx_compress_rag.prompt import Prompt
@@ -28,7 +29,7 @@ class Adaptation(ABC):
     """A way to make a decoder follow demonstrations. RAG-GD is one, and so are its baselines."""
 
     @abstractmethod
-    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
+    def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
         """The adapter that these demonstrations call for; None changes nothing.
 
         Args:
@@ -54,7 +55,7 @@ def adapt(
 
     Raises:
         ConfigError: there are no demonstrations, an answer is empty, a demonstration is longer than the model's window,
-            or the decoder runs in a server.
+            or another engine than transformers runs the decoder.
     """
     if not demonstrations:
         raise ConfigError("there is nothing to adapt to: give one demonstration or more")
@@ -69,26 +70,30 @@ def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
     """An LLM with an adapter of its decoder's Q/K/V projections in place of its own; `llm` stays unchanged.
 
     Raises:
-        ConfigError: the decoder runs in a server.
+        ConfigError: another engine than transformers runs the decoder.
     """
-    if llm.server is not None:
-        raise ConfigError(f"the decoder runs in the server at {llm.server}: adapt one in this process (server=None)")
     return llm.with_decoder(adapted(llm.decoder, adapter))
 
 
-def adapted(decoder: TransformersDecoder, adapter: Adapter | None) -> TransformersDecoder:
-    """The decoder with an adapter in place of its own; None: as it was before it was adapted. Both share the model."""
+def adapted(decoder: Decoder, adapter: Adapter | None) -> Decoder:
+    """The decoder with an adapter in place of its own; None: as it was before it was adapted. Both share the model.
+
+    Raises:
+        ConfigError: another engine than transformers runs the decoder.
+    """
+    if not isinstance(decoder.engine, TransformersEngine):
+        raise ConfigError(f"engine={decoder.engine.identity['engine']!r} cannot adapt: use the engine 'transformers'")
     bundle: PlainDecoder = decoder.bundle
     if isinstance(bundle, AdaptedDecoder | AdaptedBundle):
         bundle = bundle.original
     if adapter is not None:
         bundle = AdaptedBundle(bundle, adapter) if isinstance(bundle, Bundle) else AdaptedDecoder(bundle, adapter)
-    return TransformersDecoder(
+    return Decoder(
         bundle,
         decoder.store,
-        on_unreadable=decoder.on_unreadable,
-        batch_size=decoder.batch_size,
-        max_prompt_tokens=decoder.max_prompt_tokens,
+        on_unreadable=decoder.preparer.on_unreadable,
+        max_prompt_tokens=decoder.preparer.max_prompt_tokens,
+        batch_size=decoder.engine.batch_size,
     )
 
 
@@ -155,7 +160,7 @@ def identity(decoder: PlainDecoder, ratio: int | None) -> str:
     return decoder.weights_digest if ratio is None else decoder.fingerprint
 
 
-def rows_of(decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+def rows_of(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
     """The demonstrations, with their answers, as a decoder reads them.
 
     Raises:
@@ -167,7 +172,7 @@ def rows_of(decoder: TransformersDecoder, demonstrations: Sequence[Demonstration
         raise ConfigError("this decoder's tokenizer has no end token, which adapting needs: use another decoder")
     rows = []
     chats = [demonstration.chat() for demonstration in demonstrations]
-    for number, (prompt, shown) in enumerate(zip(decoder.prepare(chats), demonstrations, strict=True)):
+    for number, (prompt, shown) in enumerate(zip(decoder.preparer.prepare(chats), demonstrations, strict=True)):
         if not shown.answer.strip():
             raise ConfigError(f"the answer of demonstration {number} is empty: give the answer as it should be")
         row = prompt.then(torch.tensor([*answer_ids(tokenizer, shown.answer), tokenizer.eos_token_id]))
@@ -180,7 +185,7 @@ def rows_of(decoder: TransformersDecoder, demonstrations: Sequence[Demonstration
     return rows
 
 
-def ratios_of(decoder: TransformersDecoder, demonstration: Demonstration) -> set[int | None]:
+def ratios_of(decoder: Decoder, demonstration: Demonstration) -> set[int | None]:
     """The ratios of a demonstration's passages; None stands for text."""
     store = decoder.store
 

@@ -20,7 +20,7 @@ from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd
 from ctx_compress_rag.bundle.files import read_tensors
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import explain
@@ -61,7 +61,7 @@ class PredictedUpdate(Adaptation):
         made_for = config.model_copy(update={"fingerprint": identity(decoder, config.ratio)})
         return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
 
-    def adapt(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> Adapter:
+    def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter:
         with torch.no_grad():
             return self.base.plus(self.predict(decoder.bundle, [self.rows(decoder, demonstrations)])).row(0)
 
@@ -78,7 +78,7 @@ class PredictedUpdate(Adaptation):
         """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
 
-    def rows(self, decoder: TransformersDecoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+    def rows(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
         """The demonstrations as the decoder reads them.
 
         Raises:
@@ -111,7 +111,7 @@ class PredictedUpdate(Adaptation):
         (folder / _CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, decoder: TransformersDecoder) -> PredictedUpdate:
+    def from_pretrained(cls, folder: str | Path, decoder: Decoder) -> PredictedUpdate:
         """Read what `save_pretrained` wrote, for `decoder` (an LLM's is `llm.decoder`).
 
         Raises:

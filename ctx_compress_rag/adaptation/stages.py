@@ -30,7 +30,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.engine.loop import Collate, Job
 from ctx_compress_rag.training.engine.processes import training_device
@@ -42,25 +42,25 @@ Objective = Callable[[PlainDecoder, PredictedUpdate], nn.Module]
 _CALIBRATED = 16  # contexts to measure a predictor's scales on
 
 
-def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> TransformersDecoder:
+def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> Decoder:
     """Load the recipe's decoder, with a store in memory if passages become slots."""
     device = device or training_device()
     if recipe.decoder is not None:
-        return TransformersDecoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
+        return Decoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
     bundle = Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision)
     if recipe.ratio is None:
-        return TransformersDecoder(bundle)
+        return Decoder(bundle)
     base = None if bundle.compressor.nestable else recipe.ratio
     # Chroma's stores in memory share one engine: a unique name keeps this one separate.
     collection = f"adaptation-{secrets.token_hex(8)}"
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=collection, ratio=base, key=secrets.token_bytes(32)
     )
-    return TransformersDecoder(bundle, store)
+    return Decoder(bundle, store)
 
 
-def load_tasks(recipe: AdaptationRecipe, decoder: TransformersDecoder) -> Tasks:
+def load_tasks(recipe: AdaptationRecipe, decoder: Decoder) -> Tasks:
     """The recipe's training tasks, without the questions of its held-out files."""
     tasks = file_tasks(recipe.data.files, recipe.data, decoder)
     held_out = HeldOut(example for file in recipe.data.held_out for example in read_jsonl(file))
@@ -68,7 +68,7 @@ def load_tasks(recipe: AdaptationRecipe, decoder: TransformersDecoder) -> Tasks:
     return tasks
 
 
-def file_tasks(files: Sequence[Path], data: TaskData, decoder: TransformersDecoder) -> Tasks:
+def file_tasks(files: Sequence[Path], data: TaskData, decoder: Decoder) -> Tasks:
     """Files as tasks, with passages and answers cut as `data` says."""
     builder = PromptBuilder(decoder.bundle.tokenizer)
     return Tasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
@@ -79,7 +79,7 @@ class Batches:
     """Makes the objectives' batches: numbers of episodes -> the episodes as rows that the decoder reads."""
 
     recipe: AdaptationRecipe
-    decoder: TransformersDecoder
+    decoder: Decoder
     episodes: Episodes
 
     def _episodes(self, numbers: Sequence[int]) -> list[Episode]:
@@ -100,7 +100,7 @@ class Batches:
         }
 
 
-def batches_of(recipe: AdaptationRecipe, decoder: TransformersDecoder, demonstrations: int = 0) -> Batches:
+def batches_of(recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> Batches:
     """What a recipe's training reads."""
     episodes = Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed)
     return Batches(recipe, decoder, episodes)

@@ -41,7 +41,7 @@ def ask(
     extractive: shared.Extractive = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
-    server: shared.Server = None,
+    engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
 ) -> None:
     """Answer a question from an index.
@@ -54,12 +54,14 @@ def ask(
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
     shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
-    shared.check_apart(extractive=extractive, server=server)
+    is_server = engine.startswith("http")
+    if extractive and is_server:
+        raise ConfigError(f"--extractive: {engine} cannot quote: leave it out, or use another --engine")
     shared.check_template(template)
     shared.quiet_models()
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
-        from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-        from ctx_compress_rag.decoding.vllm import ServerDecoder
+        from ctx_compress_rag.decoding.decoder import Decoder
+        from ctx_compress_rag.decoding.sampling import Sampling
         from ctx_compress_rag.marking.mark import mark
 
         [hits] = opened.search([question], k)
@@ -76,14 +78,11 @@ def ask(
                 question=question,
             )
         prompt = messages(template or config.template, PASSAGE_SEPARATOR.join(texts), question)
-        decoder = (
-            TransformersDecoder(opened.bundle, opened.store)
-            if server is None
-            else ServerDecoder(opened.bundle, opened.store, server=server, api_key=server_key)
-        )
+        options = shared.engine_options(engine, server_key)
+        decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:
-            extractive = config.extractive and server is None  # a server cannot quote
-        sampling = Sampling(max_tokens or config.answer_tokens, extractive=extractive)
+            extractive = config.extractive and not is_server
+        sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
         begun = False
         for piece in decoder.stream(prompt, sampling):
             if isinstance(piece, str):

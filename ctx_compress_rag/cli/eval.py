@@ -76,7 +76,7 @@ def eval_(
         encoder=None if no_extraction else load_minilm(),
         codec=codec,
         template=template,
-        max_new_tokens=max_tokens,
+        max_tokens=max_tokens,
         extractive=extractive,
         batch_size=batch_size,
     )

@@ -16,7 +16,7 @@ from ctx_compress_rag.errors import ConfigError
 def serve(
     store: shared.Store = shared.STORE,
     bundle: shared.OwnBundle = None,
-    server: shared.Server = None,
+    engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
@@ -67,8 +67,7 @@ def serve(
     only this machine, in the store's own scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.decoding.decoder import TransformersDecoder
-    from ctx_compress_rag.decoding.vllm import ServerDecoder
+    from ctx_compress_rag.decoding.decoder import Decoder, check_options
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.server import run
     from ctx_compress_rag.server.api_keys import find_keys
@@ -76,7 +75,8 @@ def serve(
     from ctx_compress_rag.server.guard import Limits
     from ctx_compress_rag.store import SoftContextStore
 
-    shared.check_apart(server=server, batch_size=batch_size)
+    options = shared.engine_options(engine, server_key, batch_size=batch_size)
+    check_options(engine, options)
     keys = find_keys(api_keys)
     if keys is not None and allowed_host:
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
@@ -93,13 +93,6 @@ def serve(
             served = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
             opened = stack.enter_context(SoftContextStore(store, served, collection=collection))
         name = served.config.name
-        decoder: TransformersDecoder
-        if server is not None:
-            decoder = ServerDecoder(served, opened, server=server, api_key=server_key)
-            decoder.max_prompt_tokens = max_prompt_tokens
-        else:
-            decoder = TransformersDecoder(
-                served, opened, batch_size=batch_size or 8, max_prompt_tokens=max_prompt_tokens
-            )
+        decoder = Decoder(served, opened, engine=engine, max_prompt_tokens=max_prompt_tokens, **options)
         app = create_app(decoder, keys, limits, allowed_host or ())
         run.serve(app, listener, grace=grace, started=lambda url: print(f"serving {name!r} at {url}", flush=True))

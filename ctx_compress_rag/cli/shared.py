@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,12 +58,12 @@ Dtype = Annotated[
         help="Dtype of decoder weights.  [default: bfloat16 on CUDA if the GPU supports it, else float32]",
     ),
 ]
-Server = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="A vLLM server that runs the decoder, in place of this process; see export."),
+Engine = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="What runs the decoder: transformers, or a vLLM server's address (see export)."),
 ]
 ServerKey = Annotated[
-    str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The server's API key.")
+    str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The API key of a vLLM server.")
 ]
 Retrieved = Annotated[int, typer.Option("--k", metavar="N", min=1, help="Passages to retrieve.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for tables and plots.")]
@@ -105,6 +105,12 @@ def check_apart(**options: object) -> None:
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them")
+
+
+def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
+    """Options of an engine, without those that were not given; the key is for servers alone."""
+    key = server_key if engine.startswith("http") else None
+    return {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
 
 
 def check_template(template: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What happens to a batch at each token: the choice of the token, and whether a text ends there."""
+"""An answer token by token, from scores alone: which token comes next, and where the text ends."""
 
 from __future__ import annotations
 
@@ -7,125 +7,120 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ctx_compress_rag.decoding.generation import FinishReason, Generation, Sampling
 from ctx_compress_rag.decoding.logprobs import Recorder
-from ctx_compress_rag.decoding.quoting import QuoteProcessor
+from ctx_compress_rag.decoding.quoting import QuoteFilter
+from ctx_compress_rag.decoding.sampling import FinishReason, Generation, Sampling
 from ctx_compress_rag.decoding.settings import own_processors, own_settings
-from ctx_compress_rag.decoding.structured import JsonProcessor
+from ctx_compress_rag.decoding.structured import JsonFilter
 from ctx_compress_rag.prompt import Prompt
 
 _COLDEST = 1e-6
-"""Below this temperature the likeliest token is always taken: float32 logits that differ do so by more than this.
+"""Below this temperature the likeliest token is always taken: float32 scores that differ do so by more than this.
 
 Divided by a much smaller number, they would all become infinite.
 """
+Filter = Callable[[Sequence[int], Tensor], Tensor]
+"""Changes the scores (vocabulary,) of the token that follows the ids of an answer so far."""
 
 
-class Answering(StoppingCriteria):
-    """A batch that is being answered: ends its rows, and passes on the text of row 0 as soon as it is final.
+class Answering:
+    """The answer to one prompt. Any engine that has the scores of the next token can use it.
 
     Args:
-        model: a transformers causal LM.
-        tokenizer: the model's.
+        prompt: the prompt.
         sampling: how tokens are chosen and when to end.
-        prompts: what each row answers.
-        window: positions that the model can read; None means any number.
-        on_text: called with each new piece of row 0; never part of a stop string or of a character.
-        canceled: called at every token; True ends all rows.
+        tokenizer: the decoder's.
+        settings: the decoder's `generation_config`.
+        window: most positions of prompt and answer together; None means any number.
+        device: where the scores are.
+        on_text: called with each new piece of text as soon as no later token can change it.
 
     Raises:
         ConfigError: the JSON schema cannot be enforced, or a setting of the decoder is not supported.
 
     Attributes:
-        processors: after these logits processors the likeliest token is the one to take, also when sampling.
-        limits: most new tokens of each row.
-        end_ids: tokens that end a row: the tokenizer's, the model's, and special stop strings, which no text has.
-        done: the answer of each row that has ended.
+        ids: the answer's tokens so far, end token included.
+        limit: most tokens of the answer.
+        end_ids: tokens that end it: the tokenizer's, the model's, and special stop strings, which no text has.
     """
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        prompt: Prompt,
         sampling: Sampling,
-        prompts: Sequence[Prompt],
+        tokenizer: Any,
+        settings: Any,
         window: int | None,
+        device: torch.device | str = "cpu",
         on_text: Callable[[str], object] | None = None,
-        canceled: Callable[[], bool] = lambda: False,
     ) -> None:
-        own = own_settings(model.generation_config) if sampling.decoder_settings else {}
+        self.ids: list[int] = []
+        self.limit = sampling.max_tokens if window is None else min(sampling.max_tokens, window - prompt.length)
+        own = own_settings(settings) if sampling.decoder_settings else {}
         stop = own.pop("stop_strings", ())
         self._stop = (*sampling.stop, *([stop] if isinstance(stop, str) else stop))
-        special, ends = tokenizer.get_added_vocab(), model.generation_config.eos_token_id
+        special, ends = tokenizer.get_added_vocab(), settings.eos_token_id
         ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.end_ids = ends - {None} | {special[each] for each in self._stop if each in special}
-        self.limits = [
-            sampling.max_new_tokens if window is None else min(sampling.max_new_tokens, window - prompt.length)
-            for prompt in prompts
-        ]
-        self._recorder = Recorder(tokenizer, sampling.top_logprobs, len(prompts)) if sampling.logprobs else None
-        self.processors = LogitsProcessorList([] if self._recorder is None else [self._recorder])
-        self.processors += own_processors(own, self.end_ids, model.device)
+        self._prompt = prompt
+        self._text = _Text(tokenizer)
+        self._recorder = Recorder(tokenizer, sampling.top_logprobs) if sampling.logprobs else None
+        self._filters = [_of_transformers(each) for each in own_processors(own, self.end_ids, device)]
         if sampling.json_schema is not None:
-            self.processors.append(JsonProcessor(sampling.json_schema, tokenizer, self.end_ids, len(prompts)))
-        if sampling.extractive:
-            quotables = [prompt.quotable for prompt in prompts if prompt.quotable is not None]
-            self.processors.append(QuoteProcessor(quotables, self.end_ids, self.limits))
+            self._filters.append(JsonFilter(sampling.json_schema, tokenizer, self.end_ids))
+        if prompt.quotable is not None:
+            self._filters.append(QuoteFilter(prompt.quotable, self.end_ids, self.limit))
         if sampling.temperature >= _COLDEST:
-            self.processors.append(TemperatureLogitsWarper(sampling.temperature))
-            if sampling.top_k:
-                self.processors.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1:
-                self.processors.append(TopPLogitsWarper(sampling.top_p))
-            self.processors.append(_GumbelNoise(sampling.seed, len(prompts)))
-        self._tokenizer = tokenizer
-        self._prompts = prompts
+            self._filters += _sampling_filters(sampling)
         self._on_text = on_text
-        self._canceled = canceled
         self._sent = 0
-        self.done: list[Generation | None] = [None for _ in prompts]
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Which rows end. `input_ids` (rows, new tokens) holds no prompt, because prompts come as embeddings."""
-        generated: Tensor = input_ids
-        if self._canceled():
-            return torch.ones(generated.shape[0], dtype=torch.bool, device=generated.device)
-        for row, ids in enumerate(generated.tolist()):
-            if self.done[row] is None:
-                self.look(row, ids)
-        return torch.tensor([row is not None for row in self.done], device=generated.device)
+    def take(self, scores: Tensor, likeliest: int | None = None) -> Generation | None:
+        """Choose the next token; returns the answer if the token ends it.
 
-    def look(self, row: int, ids: Sequence[int]) -> None:
-        """Follow one row by all its new tokens so far."""
+        Args:
+            scores: of all tokens: (vocabulary,).
+            likeliest: their argmax, if it is known.
+
+        Raises:
+            ConfigError: the JSON schema exceeds the limits of what enforces it.
+        """
+        token = likeliest
+        if token is None or self._filters:
+            changed = scores.float()
+            for change in self._filters:
+                changed = change(self.ids, changed)
+            token = int(changed.argmax())
+        self.ids.append(token)
         if self._recorder is not None:
-            self._recorder.take(row, ids[-1])
-        ended, full = ids[-1] in self.end_ids, len(ids) >= self.limits[row]
-        if not (ended or full or self._stop or self._on_text):
-            return
-        read = ids[:-1] if ended else ids
-        text = str(self._tokenizer.decode(read, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            self._recorder.take(token, scores)
+        ended, full = token in self.end_ids, len(self.ids) >= self.limit
+        read = self.ids[:-1] if ended else self.ids
+        if not (ended or full):
+            if not (self._stop or self._on_text):
+                return None
+            begun = self._text.length
+            text = self._text.so_far(read)
+            if all(text.find(stop, max(0, begun - len(stop))) < 0 for stop in self._stop):
+                self._send(text[: self._certain(text)])
+                return None
+        text = self._text.decode(read)
         cut = min((at for at in map(text.find, self._stop) if at >= 0), default=None)
         if cut is not None:
             text, ended = text[:cut], True
-        if ended or full:
-            logprobs = None if self._recorder is None else self._recorder.of_text(row, ids, text)
-            prompt = self._prompts[row]
-            reason: FinishReason = "stop" if ended else "length"
-            self.done[row] = Generation(text, prompt.length, prompt.slots, len(ids), reason, logprobs)
-        if self._on_text is not None and row == 0:
-            safe = len(text) if self.done[row] else self._certain(text)
-            if safe > self._sent:
-                self._on_text(text[self._sent : safe])
-                self._sent = safe
+        if not (ended or full):
+            return None
+        self._send(text)
+        logprobs = None if self._recorder is None else self._recorder.of_text(self.ids, text)
+        reason: FinishReason = "stop" if ended else "length"
+        return Generation(text, self._prompt.length, self._prompt.slots, len(self.ids), reason, logprobs)
+
+    def _send(self, certain: str) -> None:
+        if self._on_text is not None and len(certain) > self._sent:
+            self._on_text(certain[self._sent :])
+            self._sent = len(certain)
 
     def _certain(self, text: str) -> int:
         """Length of the beginning of `text` that no later token can change."""
@@ -134,23 +129,64 @@ class Answering(StoppingCriteria):
         return len(text) - max(held, default=0)
 
 
-class _GumbelNoise(LogitsProcessor):
-    """Adds Gumbel noise, so that argmax samples from softmax.
+class _Text:
+    """The text of tokens, of which each call decodes only the last."""
 
-    transformers samples with torch's global random state, which other threads (such as a stream's) also
-    use, so that none is reproducible. Here each row has its own generator, on the CPU, so that a seed
-    gives the same result on any device and in any batch.
-    """
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._whole = ""  # the text of all ids before `_end`
+        self._start = self._end = 0  # ids between these give the next ones their context, such as a space
 
-    def __init__(self, seed: int | None, rows: int) -> None:
-        self._generators = [torch.Generator() for _ in range(rows)]
-        for generator in self._generators:
-            if seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(seed)
+    @property
+    def length(self) -> int:
+        """Characters that are final."""
+        return len(self._whole)
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        noise = torch.stack([torch.empty(scores.shape[-1]).exponential_(generator=g) for g in self._generators])
-        # -log of an exponential variable is Gumbel; the clamp keeps -inf (excluded tokens) from becoming NaN.
+    def so_far(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, which begin with those of the last call."""
+        before = self.decode(ids[self._start : self._end])
+        text = self._whole + self.decode(ids[self._start :])[len(before) :]
+        if not text.endswith("\ufffd"):  # else bytes of a character whose other bytes are still to come
+            if len(text) > len(self._whole):  # else they show nothing, and are no context
+                self._start = self._end
+            self._whole, self._end = text, len(ids)
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _sampling_filters(sampling: Sampling) -> list[Filter]:
+    """What makes the likeliest token a sample."""
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k > 0:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    generator = torch.Generator()
+    if sampling.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(sampling.seed)
+
+    def noisy(ids: Sequence[int], scores: Tensor) -> Tensor:
+        # transformers samples with torch's global random state, which other threads use, too. With a generator of the
+        # answer's own, on the CPU, a seed gives the same answer on any device and in any batch.
+        noise = torch.empty(len(scores)).exponential_(generator=generator)
+        # -log of an exponential variable is Gumbel noise, with which argmax samples from softmax; the clamp keeps -inf
+        # (excluded tokens) from becoming NaN.
         return scores - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().to(scores.device)
+
+    return [*map(_of_transformers, warpers), noisy]
+
+
+def _of_transformers(processor: LogitsProcessor) -> Filter:
+    """A processor of transformers, which takes rows of ids, here without the prompt."""
+
+    def processed(ids: Sequence[int], scores: Tensor) -> Tensor:
+        rows: Any = torch.tensor([ids], dtype=torch.long, device=scores.device), scores.unsqueeze(0)
+        changed: Tensor = processor(*rows)[0]
+        return changed
+
+    return processed

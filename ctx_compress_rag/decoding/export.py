@@ -44,12 +44,12 @@ def served(bundle: Bundle) -> Served:
     if type(reader) is not Reader:
         raise ConfigError(
             f"bundle {name!r}: {method} changes the decoder's layers as it reads, which a server cannot do: "
-            "leave server= out and let this process answer"
+            "use the engine 'transformers'"
         )
     if reader.tune.mode == "full":
         raise ConfigError(
             f"bundle {name!r}: its reader is a decoder of its own, besides the one that reads text, and a server "
-            "has only one: train the reader with LoRA, or leave server= out"
+            "has only one: train the reader with LoRA, or use the engine 'transformers'"
         )
     adapters = {}
     text = soft = name

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -27,42 +26,35 @@ class TokenLogprob:
     top: tuple[tuple[str, float], ...] = ()
 
 
-class Recorder(LogitsProcessor):
-    """Notes the log-probabilities of the tokens that are taken; the scores stay as they are.
+class Recorder:
+    """Notes the log-probabilities of an answer's tokens.
 
     Args:
         tokenizer: the decoder's.
         top: how many of the likeliest tokens to note at each place.
-        rows: rows of the batch.
     """
 
-    def __init__(self, tokenizer: Any, top: int, rows: int) -> None:
+    def __init__(self, tokenizer: Any, top: int) -> None:
         self._tokenizer = tokenizer
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._top = top
-        self._scores: Tensor | None = None
-        self.noted: list[list[TokenLogprob]] = [[] for _ in range(rows)]
+        self._noted: list[TokenLogprob] = []
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self._scores = scores
-        return scores
-
-    def take(self, row: int, token: int) -> None:
-        """Note the token that was taken for a row, by the scores of the last call."""
-        assert self._scores is not None
-        logprobs = self._scores[row].float().log_softmax(-1)
+    def take(self, token: int, scores: Tensor) -> None:
+        """Note the token that was taken, by the model's own scores (vocabulary,)."""
+        logprobs = scores.float().log_softmax(-1)
         best = logprobs.topk(self._top)
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        self.noted[row].append(
+        self._noted.append(
             TokenLogprob(self._text(token), float(logprobs[token]), tuple((self._text(id), value) for id, value in top))
         )
 
-    def of_text(self, row: int, ids: Sequence[int], text: str) -> tuple[TokenLogprob, ...]:
-        """What was noted for the tokens of a row's final text: no end token, nothing after a stop string."""
+    def of_text(self, ids: Sequence[int], text: str) -> tuple[TokenLogprob, ...]:
+        """What was noted for the tokens of the final text: no end token, nothing after a stop string."""
         length = len(ids)
         while length and len(self._decode(ids[: length - 1])) >= len(text):
             length -= 1
-        return tuple(self.noted[row][:length])
+        return tuple(self._noted[:length])
 
     def _text(self, token: int) -> str:
         """A token's text, with the space that some tokenizers leave out at the beginning of a text."""

@@ -7,42 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
-from transformers import LogitsProcessor
+from torch import Tensor
 
 from ctx_compress_rag.prompt import Quotable, QuotedToken
 
 _Run = tuple[tuple[QuotedToken, ...], int]
 
 
-class QuoteProcessor(LogitsProcessor):
-    """Allows in each row only tokens that keep its text the beginning of a quotation.
+class QuoteFilter:
+    """Allows only tokens that keep an answer the beginning of a quotation.
 
     Args:
-        quotables: what each row may quote.
-        end_ids: tokens that end an answer.
-        limits: most new tokens of each row; a word that does not fit is not begun.
+        quotable: what it may quote.
+        end_ids: tokens that end the answer.
+        limit: most tokens of the answer; a word that does not fit is not begun.
     """
 
-    def __init__(self, quotables: Sequence[Quotable], end_ids: Collection[int], limits: Sequence[int]) -> None:
-        self._rows = [_Quotation(each) for each in quotables]
+    def __init__(self, quotable: Quotable, end_ids: Collection[int], limit: int) -> None:
+        self._quotation = _Quotation(quotable)
         self._end_ids = sorted(end_ids)
-        self._limits = limits
+        self._limit = limit
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Mask scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt, which came as embeddings."""
-        allowed = torch.zeros(scores.shape, dtype=torch.bool)
-        each = zip(self._rows, self._limits, input_ids.tolist(), strict=True)
-        for row, (quotation, limit, ids) in enumerate(each):
-            if ids:
-                quotation.take(ids[-1])
-            following = quotation.following(limit - len(ids) - 1)
-            allowed[row, list(following)] = True
-            if quotation.may_end or not following:
-                allowed[row, self._end_ids] = True
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+    def __call__(self, ids: Sequence[int], scores: Tensor) -> Tensor:
+        """Mask the scores (vocabulary,) of the token that follows `ids`, the answer so far."""
+        if ids:
+            self._quotation.take(ids[-1])
+        following = self._quotation.following(self._limit - len(ids) - 1)
+        allowed = [*following, *(self._end_ids if self._quotation.may_end or not following else ())]
+        masked = torch.full_like(scores, -torch.inf)
+        masked[allowed] = scores[allowed]
+        return masked
 
 
 class _Quotation:

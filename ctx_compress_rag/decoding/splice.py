@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 
@@ -69,6 +72,19 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
     positions = places - (inputs.shape[1] - lengths).unsqueeze(1)
     slot_mask = _padded([prompt.vector_mask() for prompt in prompts]).to(device)
     return Spliced(inputs, (positions >= 0).long(), positions.clamp(min=0), slot_mask)
+
+
+@contextmanager
+def open_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> Iterator[Any]:
+    """Lock a decoder's transformers model for this thread, set up to read prompts.
+
+    Args:
+        bundle: a decoder, or the bundle that reads the slots.
+        soft: whether the prompts have slots, or are plain text.
+        slot_mask: bool (batch, length), True at slots.
+    """
+    with bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder() as model:
+        yield model
 
 
 def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor
+from torch import Tensor
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
@@ -38,21 +38,20 @@ def closed_schema(schema: str) -> Any:
         raise _refused(schema, error) from None
 
 
-class JsonProcessor(LogitsProcessor):
-    """Allows in each row only tokens that keep its text the beginning of JSON of the schema.
+class JsonFilter:
+    """Allows only tokens that keep an answer the beginning of JSON of the schema.
 
     Args:
         schema: the schema, as JSON.
         tokenizer: the decoder's.
-        end_ids: tokens that end an answer.
-        rows: how many answers are generated together.
+        end_ids: tokens that end the answer.
 
     Raises:
         MissingExtraError: the `serve` extra is not installed.
         ConfigError: the schema is invalid, or cannot be enforced.
     """
 
-    def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int], rows: int) -> None:
+    def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int]) -> None:
         with needs("serve"):
             from llguidance import LLMatcher
         self._schema, closed = schema, closed_schema(schema)
@@ -60,31 +59,29 @@ class JsonProcessor(LogitsProcessor):
             grammar = LLMatcher.grammar_from_json_schema(closed, defaults=_FORM)
         except (ValueError, RecursionError) as error:
             raise _refused(schema, error) from None
-        guide = _guide(tokenizer, tuple(sorted(end_ids)))
-        self._rows = [LLMatcher(guide, grammar) for _ in range(rows)]
-        if said := self._rows[0].get_error():
-            raise _refused(schema, said)
         self._end_ids = sorted(end_ids)
+        self._matcher = LLMatcher(_guide(tokenizer, tuple(self._end_ids)), grammar)
+        if said := self._matcher.get_error():
+            raise _refused(schema, said)
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Mask scores (rows, vocabulary). `input_ids` (rows, new tokens) holds no prompt, which came as embeddings.
+    def __call__(self, ids: Sequence[int], scores: Tensor) -> Tensor:
+        """Mask the scores (vocabulary,) of the token that follows `ids`, the answer so far.
 
         Raises:
             ConfigError: the schema exceeds the limits of llguidance; the answer so far is not complete JSON.
         """
-        allowed = np.zeros(scores.shape, dtype=bool)
-        for row, (matcher, ids) in enumerate(zip(self._rows, input_ids.tolist(), strict=True)):
-            if ids and not matcher.is_stopped():
-                matcher.consume_token(ids[-1])
-            mask = None if matcher.is_stopped() else matcher.compute_bitmask()
-            if said := matcher.get_error():
-                raise _refused(self._schema, said.partition("\n")[0])
-            if mask is None:  # the answer has ended; what follows is padding
-                allowed[row, self._end_ids] = True
-                continue
-            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-            width = min(len(bits), scores.shape[1])
-            allowed[row, :width] = bits[:width]
+        matcher = self._matcher
+        if ids and not matcher.is_stopped():
+            matcher.consume_token(ids[-1])
+        mask = None if matcher.is_stopped() else matcher.compute_bitmask()
+        if said := matcher.get_error():
+            raise _refused(self._schema, said.partition("\n")[0])
+        allowed = np.zeros(len(scores), dtype=bool)
+        if mask is None:  # the JSON is complete
+            allowed[self._end_ids] = True
+        else:
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=len(scores))
+            allowed[: len(bits)] = bits
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
 

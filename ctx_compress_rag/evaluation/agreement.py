@@ -12,15 +12,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.change import opened
-from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.splice import in_batches, predict, splice
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Generation, Sampling
+from ctx_compress_rag.decoding.splice import in_batches, open_model, predict, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
 from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 
@@ -75,7 +76,7 @@ def agreement(
     asked: Sequence[Asked],
     ratios: Sequence[int] | None = None,
     *,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
     batch_size: int = 8,
     progress: bool = True,
 ) -> list[Agreement]:
@@ -92,7 +93,7 @@ def agreement(
         store: holds the soft contexts; its bundle answers.
         asked: the questions.
         ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
-        max_new_tokens: longest answer; None takes the bundle's, or 32.
+        max_tokens: longest answer; None takes the bundle's, or 32.
         batch_size: questions per forward pass.
         progress: show a progress bar.
 
@@ -105,9 +106,9 @@ def agreement(
     bundle = store.bundle
     if not isinstance(bundle, Bundle):
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
-    decoder = TransformersDecoder(bundle, store, batch_size=batch_size)
+    decoder = Decoder(bundle, store, batch_size=batch_size)
     template = bundle.config.template
-    sampling = Sampling(max_new_tokens=max_new_tokens or bundle.config.answer_tokens)
+    sampling = Sampling(max_tokens=max_tokens or bundle.config.answer_tokens)
     wanted = [*(_served(bundle, store.base_ratio) if ratios is None else dict.fromkeys(ratios)), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}
     with tqdm(total=len(asked), desc="comparing answers", unit="question", disable=not progress) as bar:
@@ -158,22 +159,20 @@ def _answer_ids(bundle: Bundle, generation: Generation) -> Tensor:
     return torch.tensor(ids)
 
 
-def _log_probs(
-    decoder: TransformersDecoder, chats: Sequence[Sequence[Message]], answers: Sequence[Tensor]
-) -> list[Tensor]:
+def _log_probs(decoder: Decoder, chats: Sequence[Sequence[Message]], answers: Sequence[Tensor]) -> list[Tensor]:
     """Log-probabilities of every token at each token of the answers: (answer tokens, vocabulary), float64."""
     bundle = decoder.bundle
-    prompts = [prompt.then(answer) for prompt, answer in zip(decoder.prepare(chats), answers, strict=True)]
+    prompts = [prompt.then(answer) for prompt, answer in zip(decoder.preparer.prepare(chats), answers, strict=True)]
 
     def run(numbers: Sequence[int]) -> list[Tensor]:
         own = [prompts[i] for i in numbers]
         batch = splice(bundle.backbone.embeddings, own)
-        with opened(bundle, own[0].soft, batch.slot_mask) as model:
+        with open_model(bundle, own[0].soft, batch.slot_mask) as model:
             logits, _ = predict(model, batch, own)
         log_probs: Tensor = logits.cpu().double().log_softmax(dim=-1)
         return list(log_probs.split([len(answers[i]) for i in numbers]))
 
-    return in_batches(prompts, decoder.batch_size, run)
+    return in_batches(prompts, len(prompts), run)
 
 
 def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:

@@ -13,12 +13,14 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
 from ctx_compress_rag.evaluation.questions import Question, digest
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import DEFAULT_CODEC
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
@@ -56,7 +58,7 @@ class Asking(TypedDict, total=False):
         shorteners: more baselines, by name.
         codec: how slots are stored; None takes the store's default.
         template: the prompt, see `text.templates`; None takes the bundle's.
-        max_new_tokens: longest answer; None takes the bundle's, or 32.
+        max_tokens: longest answer; None takes the bundle's, or 32.
         extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`);
             None takes the bundle's.
         batch_size: questions per forward pass.
@@ -66,7 +68,7 @@ class Asking(TypedDict, total=False):
     shorteners: Mapping[str, Shortener]
     codec: str | None
     template: str | None
-    max_new_tokens: int | None
+    max_tokens: int | None
     extractive: bool | None
     batch_size: int
 
@@ -87,7 +89,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
         "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
         "questions_sha256": digest(questions),
         "template": asking.get("template") or bundle.config.template,
-        "max_new_tokens": asking.get("max_new_tokens") or bundle.config.answer_tokens,
+        "max_tokens": asking.get("max_tokens") or bundle.config.answer_tokens,
         "extractive": bundle.config.extractive if (quoted := asking.get("extractive")) is None else quoted,
         "codec": asking.get("codec") or DEFAULT_CODEC,
     }
@@ -128,7 +130,7 @@ def answer(
     if asking.get("encoder") is None and (needy := [system for system in (EXTRACTED, BUDGETED) if system in systems]):
         raise ConfigError(f"{needy[0]} needs a sentence encoder: give one, or leave it out")
     about = conditions(bundle, questions, **asking)
-    sampling = Sampling(max_new_tokens=about["max_new_tokens"], extractive=about["extractive"])
+    sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
     kept = None if log is None else AnswerLog(log, about, [q.question for q in questions])
     answers: SystemAnswers = {}
     for group, prompts in each_store(bundle, questions, ratios, **asking):
@@ -155,7 +157,7 @@ def each_store(
             tempfile.TemporaryDirectory() as folder,
             SoftContextStore(folder, bundle, codec=asking.get("codec"), ratio=base) as store,
         ):
-            decoder = TransformersDecoder(bundle, store, batch_size=asking.get("batch_size", 16))
+            decoder = Decoder(bundle, store, batch_size=asking.get("batch_size", 16))
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
             template = asking.get("template") or bundle.config.template
             yield group, Prompts(decoder, store, template, asking.get("encoder"), asking.get("shorteners", {}))
@@ -165,7 +167,7 @@ def each_store(
 class Prompts:
     """Makes each system's prompt for a question, with passages from the store."""
 
-    decoder: TransformersDecoder
+    decoder: Decoder
     store: SoftContextStore
     template: str
     encoder: Any | None
@@ -203,7 +205,7 @@ class Prompts:
     def _budget(self, q: Question, ratio: int) -> int:
         """Tokens that the soft context takes in the prompt: slots, and the text that close reading keeps."""
         if (q, ratio) not in self._budgets:
-            self._budgets[q, ratio] = sum(len(self.decoder.token_ids(text)) for text in self._soft(q, ratio))
+            self._budgets[q, ratio] = sum(len(self.decoder.preparer.token_ids(text)) for text in self._soft(q, ratio))
         return self._budgets[q, ratio]
 
     def _scores(self, q: Question) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, Unpack
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl, spread
 from ctx_compress_rag.data.mixing import accompanied
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.answering import (
     Asking,
@@ -86,7 +86,7 @@ def evaluate_sets(
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
-    template, longest = asking.get("template"), asking.get("max_new_tokens")
+    template, longest = asking.get("template"), asking.get("max_tokens")
     fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
     for name, questions in fit.items():
         answered = sum(bool(q.answers) for q in questions)
@@ -115,15 +115,15 @@ def evaluate_sets(
 
 
 def fitting(
-    bundle: Bundle, questions: Sequence[Question], template: str | None = None, max_new_tokens: int | None = None
+    bundle: Bundle, questions: Sequence[Question], template: str | None = None, max_tokens: int | None = None
 ) -> list[Question]:
     """The questions whose full text fits into the decoder's window with an answer."""
-    decoder = TransformersDecoder(bundle)
+    decoder = Decoder(bundle)
     window = bundle.backbone.window
     template = template or bundle.config.template
-    max_new_tokens = max_new_tokens or bundle.config.answer_tokens
+    max_tokens = max_tokens or bundle.config.answer_tokens
 
     def length(q: Question) -> int:
-        return decoder.count_chat_tokens(prompt_of(template, q.passages, q.question))
+        return decoder.preparer.count_chat_tokens(prompt_of(template, q.passages, q.question))
 
-    return [q for q in questions if window is None or length(q) + max_new_tokens <= window]
+    return [q for q in questions if window is None or length(q) + max_tokens <= window]

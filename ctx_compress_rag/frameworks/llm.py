@@ -6,60 +6,41 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import BATCH_SIZE, Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.vllm import ServerDecoder
+from ctx_compress_rag.decoding.decoder import Decoder, EngineOptions
+from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
 from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import OnUnreadable, check_scope, scope
-from ctx_compress_rag.strict import as_positive_int, explain
+from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_scope, scope
+from ctx_compress_rag.strict import check_known, explain
 from ctx_compress_rag.text.templates import messages
 
-OPTIONS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "stop",
-    "seed",
-    "extractive",
-    "logprobs",
-    "top_logprobs",
-    "decoder_settings",
-)
-"""Fields of the LLM classes that a call may set anew."""
+_ENGINE_OPTIONS = tuple(EngineOptions.__annotations__)
 
 
-class DecoderLLM(BaseModel):
+class DecoderLLM(SamplingOptions):
     """The base and the options of a framework's LLM class; it comes before the framework's own base class.
+
+    Besides these, the options of an answer, which can also be given per call: see `SamplingOptions`. `max_tokens` is by
+    default 512, or that of an imported bundle's training.
 
     Args:
         store: where the soft contexts are; its bundle, on its device and in its dtype, is the model.
-        max_tokens: longest answer, in tokens; by default 512, or that of an imported bundle's training.
-        temperature: 0 always takes the most likely token (greedy).
-        top_p: sample from the most likely tokens, up to this total probability.
-        top_k: sample from this many of the most likely tokens; 0 for all.
-        stop: strings that end the answer and are left out of it; a call's own `stop` replaces them.
-        seed: makes sampling repeatable; None draws a new one for each call.
-        extractive: answers are quotations of the prompt or of the passages that it reads.
-        logprobs: give the answer the log-probabilities of its tokens.
-        top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
-        decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`, ...), as
-            transformers does; its sampling settings never apply.
         on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
             its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
             else the marker as literal text, with a warning.
         scope: tenant or user whose markers are read; None takes that of `ctx_compress_rag.store.marker.scope`, or the
             store's.
-        batch_size: maximum number of prompts in a forward pass.
-        server: address of a vLLM server that runs the decoder (see `ctx-compress export`); None runs it here.
-        api_key: the server's key.
-        timeout: maximum seconds to wait for the server's first token, and from one token to the next.
-        max_retries: how often a request is sent again if the server is unreachable, busy or fails.
-
-    Each option from `max_tokens` to `decoder_settings` can also be given per call.
+        engine: what runs the decoder: "transformers", in this process, or the address of a vLLM server (see
+            `ctx-compress export`).
+        batch_size: with transformers, maximum number of prompts in a forward pass.
+        merge: with transformers, keep a second copy of the weights that the reader's LoRA changes, with the LoRA merged
+            into them: faster, and the last bits of scores may differ.
+        api_key: a server's key.
+        timeout: maximum seconds to wait for a server's first token, and from one token to the next.
+        max_retries: how often a request is sent again if a server is unreachable, busy or fails.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or a prompt cannot be read.
@@ -75,30 +56,20 @@ class DecoderLLM(BaseModel):
 
     # Frozen: what the decoder is made with, which a later assignment would not change.
     store: SoftContextStore = Field(exclude=True, repr=False, frozen=True)
-    max_tokens: int = Sampling.max_new_tokens
-    temperature: float = Sampling.temperature
-    top_p: float = Sampling.top_p
-    top_k: int = Sampling.top_k
-    stop: list[str] | None = None
-    seed: int | None = None
-    extractive: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    decoder_settings: bool = True
     on_unreadable: OnUnreadable = Field(default="error", frozen=True)
     scope: str | None = None
-    batch_size: int = Field(default=BATCH_SIZE, ge=1, frozen=True)
-    server: str | None = Field(default=None, frozen=True)
+    engine: str = Field(default="transformers", frozen=True)
+    batch_size: int = Field(default=8, ge=1, frozen=True)
+    merge: bool = Field(default=False, frozen=True)
     api_key: SecretStr | None = Field(default=None, exclude=True, frozen=True)
     timeout: float = Field(default=120.0, frozen=True)
     max_retries: int = Field(default=2, frozen=True)
 
-    _decoder: TransformersDecoder | None = PrivateAttr(None)
+    _decoder: Decoder | None = PrivateAttr(None)
 
     def __init__(self, **fields: Any) -> None:
         given = {name: value for name, value in fields.items() if value is not None}
-        if isinstance(given.get("stop"), str):
-            given["stop"] = [given["stop"]]
+        check_known(type(self).__name__, given, type(self).model_fields)
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -141,46 +112,41 @@ class DecoderLLM(BaseModel):
         """
         given = dict(given)
         schema = _schema_of(given.pop("response_format", None))
-        if unknown := sorted(given.keys() - set(OPTIONS)):
-            raise ConfigError(
-                f"{type(self).__name__} has no option {unknown[0]!r} for a call: there are {', '.join(OPTIONS)}"
-            )
+        check_known(f"a call of {type(self).__name__}", given, OPTIONS)
         chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
-        max_tokens, stop = as_positive_int("max_tokens", chosen.pop("max_tokens")), chosen.pop("stop")
-        stop = (stop,) if isinstance(stop, str) else stop or ()
-        return Sampling(max_new_tokens=max_tokens, stop=stop, json_schema=schema, **chosen)
+        return Sampling(json_schema=schema, **chosen)
 
     @property
-    def decoder(self) -> TransformersDecoder:
+    def decoder(self) -> Decoder:
         """The decoder that answers."""
         if self._decoder is None:
             bundle = self.store.bundle
             if not isinstance(bundle, Bundle):
                 raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
-            if self.server is None:
-                self._decoder = TransformersDecoder(
-                    bundle,
-                    self.store,
-                    on_unreadable=self.on_unreadable,
-                    batch_size=self.batch_size,
-                )
-            else:
-                self._decoder = ServerDecoder(
-                    bundle,
-                    self.store,
-                    server=self.server,
-                    api_key=None if self.api_key is None else self.api_key.get_secret_value(),
-                    timeout=self.timeout,
-                    max_retries=self.max_retries,
-                    on_unreadable=self.on_unreadable,
-                )
+            # A framework that restores an LLM gives all fields: only what differs from the default is asked for.
+            fields = type(self).model_fields
+            options: Any = {n: v for n in _ENGINE_OPTIONS if (v := getattr(self, n)) != fields[n].default}
+            if self.api_key is not None:
+                options["api_key"] = self.api_key.get_secret_value()
+            self._decoder = Decoder(bundle, self.store, engine=self.engine, on_unreadable=self.on_unreadable, **options)
         return self._decoder
 
-    def with_decoder(self, decoder: TransformersDecoder) -> Self:
+    def with_decoder(self, decoder: Decoder) -> Self:
         """A copy that answers with another decoder of the same store."""
         other = self.model_copy()
         other._decoder = decoder
         return other
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What an answer depends on besides the prompt: the key that caches keep it under, without secrets."""
+        return {
+            "fingerprint": self.store.fingerprint,
+            "scope": self.scope or current_scope() or self.store.scope,
+            "on_unreadable": self.on_unreadable,
+            **self.decoder.engine.identity,
+            **{name: getattr(self, name) for name in OPTIONS},
+        }
 
     def in_scope(self) -> AbstractContextManager[None]:
         """A block in which prompts are read with the LLM's `scope`."""

@@ -10,7 +10,8 @@ from statistics import mean, median
 
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.decoding.decoder import Message, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, prompt_of
 from ctx_compress_rag.evaluation.plots import plot_scores
@@ -18,6 +19,7 @@ from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
 from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 
@@ -91,7 +93,7 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
     with open_index(folder, bundle, create=True) as index:
         stored = _add(index, corpus, progress)
         hits = index.search([question.text for question in corpus.questions], _RETRIEVED)
-        decoder = TransformersDecoder(index.bundle, index.store, batch_size=len(corpus.questions))
+        decoder = Decoder(index.bundle, index.store, batch_size=len(corpus.questions))
         systems = _compare(index, decoder, corpus, hits)
     needed = [{*question.needs} for question in corpus.questions]
     return DemoReport(
@@ -112,9 +114,7 @@ def _add(index: PassageIndex, corpus: Corpus, progress: bool) -> Added:
     return Added(added, unchanged)
 
 
-def _compare(
-    index: PassageIndex, decoder: TransformersDecoder, corpus: Corpus, hits: list[list[Hit]]
-) -> list[DemoSystem]:
+def _compare(index: PassageIndex, decoder: Decoder, corpus: Corpus, hits: list[list[Hit]]) -> list[DemoSystem]:
     text_bytes = sum(len(passage.text.encode()) for passage in corpus.passages)
     soft_bytes = index.store.info().payload_bytes
     ratios = [ratio for ratio in sorted(index.bundle.config.ratios) if ratio <= _COARSEST]
@@ -131,7 +131,7 @@ def _compare(
             if ratio is not None:
                 texts = mark(index.store, texts, [hit.id for hit in found], question=q.text, ratio=ratio)
             prompts.append(prompt_of(TEMPLATES[0], texts, q.text))
-        generations = decoder.generate(prompts, Sampling(max_new_tokens=_ANSWER_TOKENS))
+        generations = decoder.generate(prompts, Sampling(max_tokens=_ANSWER_TOKENS))
         answers = tuple(generation.text.strip() for generation in generations)
         systems.append(
             DemoSystem(
@@ -147,9 +147,9 @@ def _compare(
     return systems
 
 
-def _first_token_ms(decoder: TransformersDecoder, prompt: Sequence[Message]) -> float:
+def _first_token_ms(decoder: Decoder, prompt: Sequence[Message]) -> float:
     began = time.perf_counter()
-    decoder.generate([prompt], Sampling(max_new_tokens=1))
+    decoder.generate([prompt], Sampling(max_tokens=1))
     return 1000 * (time.perf_counter() - began)
 
 

@@ -8,7 +8,8 @@ from concurrent.futures import Executor
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
-from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.store.marker import scope as in_scope
 
@@ -20,7 +21,7 @@ class ClientGoneError(Exception):
 
 
 async def answer(
-    decoder: TransformersDecoder, prompt: PromptLike, sampling: Sampling, scope: str | None, threads: Executor
+    decoder: Decoder, prompt: PromptLike, sampling: Sampling, scope: str | None, threads: Executor
 ) -> AsyncGenerator[str | Generation, None]:
     """Yield a prompt's answer piece by piece, then the whole Generation.
 

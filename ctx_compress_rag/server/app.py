@@ -11,7 +11,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ctx_compress_rag.decoding.decoder import Generation, Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.marking.mark import Marking
@@ -38,7 +39,7 @@ _TEXTS_AT_A_TIME = 32  # of one request; then other requests are compressed
 
 
 def create_app(
-    decoder: TransformersDecoder,
+    decoder: Decoder,
     keys: ApiKeys | None = None,
     limits: Limits | None = None,
     hosts: Collection[str] = (),
@@ -115,7 +116,7 @@ def create_app(
 class _Service:
     """What the routes do."""
 
-    def __init__(self, decoder: TransformersDecoder, store: SoftContextStore, metrics: Metrics, limits: Limits) -> None:
+    def __init__(self, decoder: Decoder, store: SoftContextStore, metrics: Metrics, limits: Limits) -> None:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ctx-compress-serve")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
         self._decoder = decoder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctx_compress_rag.decoding.decoder import Generation
+from ctx_compress_rag.decoding.sampling import Generation
 from ctx_compress_rag.extras import needs
 
 with needs("serve"):

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ctx_compress_rag.decoding.decoder import Generation
 from ctx_compress_rag.decoding.logprobs import as_openai
+from ctx_compress_rag.decoding.sampling import Generation
 
 Kind = Literal["chat", "text"]
 

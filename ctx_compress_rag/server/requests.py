@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ctx_compress_rag.decoding.decoder import Message, Sampling
+from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
+from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError
 from ctx_compress_rag.strict import explain_fault
 
@@ -59,8 +59,6 @@ def _schema(schema: dict[str, Any]) -> str:
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
-# Short, since after every token the answer's end is compared with the beginnings of each.
-Stop = Annotated[str, Field(max_length=1000), AfterValidator(_unicode)]
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Parts = BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value)
 
@@ -142,31 +140,23 @@ class JsonFormat(_Request):
     json_schema: NamedSchema
 
 
-class Generate(_Request):
-    """What chat completions and completions have in common."""
+class Generate(_Request, SamplingOptions):
+    """What chat completions and completions have in common: besides these, the options of an answer."""
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0  # not OpenAI's; -1 is vLLM's value for all tokens
-    stop: Annotated[list[Stop], Field(max_length=16), OneOrMore] = []
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    extractive: bool = False  # not OpenAI's
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, default: int, most: int | None = None) -> Sampling:
         """How to answer: with at most `default` tokens if the client gives no limit, and never more than `most`."""
-        return Sampling(
-            max_new_tokens=min(self.max_tokens or default, most or sys.maxsize),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(self.top_k, 0),
-            stop=tuple(self.stop),
-            seed=self.seed,
-            extractive=self.extractive,
-        )
+        given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
+        given |= self._own_options()
+        given["max_tokens"] = min(given.get("max_tokens", default), most or sys.maxsize)
+        return Sampling(**given)
+
+    def _own_options(self) -> dict[str, Any]:
+        """Options that a kind of request gives in a form of its own."""
+        return {}
 
 
 class ChatCompletion(Generate):
@@ -175,23 +165,17 @@ class ChatCompletion(Generate):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     response_format: Annotated[TextFormat | ObjectFormat | JsonFormat, Field(discriminator="type")] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 
-    def sampling(self, default: int, most: int | None = None) -> Sampling:
-        schema = None
+    def _own_options(self) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        if self.max_completion_tokens is not None:
+            own["max_tokens"] = self.max_completion_tokens
         match self.response_format:
             case JsonFormat(json_schema=named):
-                schema = str(named.text)
+                own["json_schema"] = str(named.text)
             case ObjectFormat():
-                schema = '{"type": "object"}'
-        return replace(
-            super().sampling(default, most),
-            max_new_tokens=min(self.max_completion_tokens or self.max_tokens or default, most or sys.maxsize),
-            json_schema=schema,
-            logprobs=self.logprobs,
-            top_logprobs=self.top_logprobs,
-        )
+                own["json_schema"] = '{"type": "object"}'
+        return own
 
     def prompt(self) -> list[Message]:
         """The chat."""

@@ -20,11 +20,11 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Generation, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.logprobs import as_openai
+from ctx_compress_rag.decoding.sampling import Generation
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks.llm import OPTIONS, DecoderLLM
-from ctx_compress_rag.store.marker import current_scope
+from ctx_compress_rag.frameworks.llm import DecoderLLM
 from langchain_ctx_compress.messages import parsed, parsed_with_raw, to_chat
 
 _PROVIDER = "ctx-compress"
@@ -34,9 +34,8 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     """A bundle's decoder as a LangChain chat model.
 
     Markers in the messages are read as the soft contexts they stand for; a prompt without markers is answered by
-    the full-text decoder (the teacher). The decoder runs in this process, where concurrent calls share forward passes,
-    or on a vLLM server. Async calls run in a thread; a canceled call stops after the token in progress. The model
-    calls no tools and reads no images.
+    the full-text decoder (the teacher). Concurrent calls share forward passes. Async calls run in a thread; a canceled
+    call stops after the token in progress. The model calls no tools and reads no images.
 
     `usage_metadata` counts a slot as one token; `response_metadata` has the number of `slots`.
 
@@ -52,7 +51,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
     streaming: bool = False
 
-    def with_decoder(self, decoder: TransformersDecoder) -> Self:
+    def with_decoder(self, decoder: Decoder) -> Self:
         """A copy with another decoder of the same store. LangChain's caches know options alone: it is not cached."""
         other = super().with_decoder(decoder)
         other.cache = False
@@ -78,12 +77,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         return {
             "model_name": self.model_name,
             # Under one name: LangChain puts a call's `stop` over a field of that name, even if it is None.
-            "ctx_compress": {
-                "fingerprint": self.store.fingerprint,
-                "scope": self.scope or current_scope() or self.store.scope,
-                "on_unreadable": self.on_unreadable,
-                **{name: getattr(self, name) for name in OPTIONS},
-            },
+            "ctx_compress": self._identity,
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -140,7 +134,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text, one placeholder id per slot for each marker in it."""
         with self.in_scope():
-            return self.decoder.token_ids(text)
+            return self.decoder.preparer.token_ids(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Positions that the messages take in the decoder, chat template included and slots counted.
@@ -150,7 +144,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         if not messages:  # asked by LangChain as it trims
             return 0
         with self.in_scope():
-            return self.decoder.count_chat_tokens(to_chat(messages))
+            return self.decoder.preparer.count_chat_tokens(to_chat(messages))
 
     def with_structured_output(
         self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any

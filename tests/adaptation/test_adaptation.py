@@ -19,8 +19,8 @@ from ctx_compress_rag.adaptation.adapt import adapted, opened, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter, applied, projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.updates import answer_losses
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark
@@ -32,7 +32,7 @@ from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, drawn, merged_copy, ra
 from helpers.decoding import by_transformers
 from helpers.models import draw_lora
 
-SHORT = Sampling(max_new_tokens=8)
+SHORT = Sampling(max_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def bundle(make_tiny_bundle: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def decoder(bundle: Any) -> TransformersDecoder:
-    return TransformersDecoder(bundle)
+def decoder(bundle: Any) -> Decoder:
+    return Decoder(bundle)
 
 
 def _logits(model: Any, ids: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
@@ -165,9 +165,9 @@ def _texts(generations: Any) -> list[str]:
     return [generation.text for generation in generations]
 
 
-def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: TransformersDecoder, bundle: Any) -> None:
+def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: Decoder, bundle: Any) -> None:
     adapter = random_adapter(bundle.backbone.model, 4, 11, size=0.5)
-    changed, plain = adapted(decoder, adapter), TransformersDecoder(bundle)
+    changed, plain = adapted(decoder, adapter), Decoder(bundle)
     before = _texts(plain.generate(_chats(), SHORT))
     texts = _texts(changed.generate(_chats(), SHORT))
     merged = merged_copy(bundle.backbone.model, adapter)
@@ -182,7 +182,7 @@ def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: Transfor
 def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> None:
     """A prompt with slots goes to the reader's decoder, its adapter and the update on top of each other."""
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
-        decoder = TransformersDecoder(bundle, store)
+        decoder = Decoder(bundle, store)
         marked = [question.marked(store, 8) for question in QUESTIONS]
         assert all(
             q.passages == tuple(mark(store, p.passages, ratio=8)) for q, p in zip(marked, QUESTIONS, strict=True)
@@ -236,7 +236,7 @@ def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -
     assert text_ids(tokenizer, text)[: len(alone)] == alone
 
 
-def test_adapting_starts_from_the_original(decoder: TransformersDecoder) -> None:
+def test_adapting_starts_from_the_original(decoder: Decoder) -> None:
     base = random_adapter(decoder.bundle.backbone.model, 4, seed=18)
     once = TestTimeSGD(base, 2, 0.1).adapt(decoder, DEMONSTRATIONS)
     assert all(not torch.equal(once.b[name], base.b[name]) for name in base.b)
@@ -246,7 +246,7 @@ def test_adapting_starts_from_the_original(decoder: TransformersDecoder) -> None
     assert all(torch.equal(once.b[name], twice.b[name]) for name in base.b)
 
 
-def test_impossible_demonstrations_are_refused_by_name(decoder: TransformersDecoder) -> None:
+def test_impossible_demonstrations_are_refused_by_name(decoder: Decoder) -> None:
     with pytest.raises(ConfigError, match="answer of demonstration 1 is empty"):
         rows_of(decoder, [DEMONSTRATIONS[0], replace(DEMONSTRATIONS[0], answer=" ")])
     long = replace(DEMONSTRATIONS[0], answer="a goat " * 600)

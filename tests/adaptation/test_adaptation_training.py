@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from benchmarks.adaptation.hypertuning import TaskObjective
-from benchmarks.adaptation.prompt_tuning import PrefixedDecoder, PromptTuningLoss
+from benchmarks.adaptation.prompt_tuning import PromptTuningLoss, with_prefix
 from ctx_compress_rag.adaptation.adapt import rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe
@@ -23,7 +23,7 @@ from ctx_compress_rag.adaptation.predictor import pooled_states
 from ctx_compress_rag.adaptation.stages import load_tasks, open_decoder, passes
 from ctx_compress_rag.adaptation.updates import matching_loss, norms, sgd
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.recipe import load_recipe
@@ -36,12 +36,12 @@ def trained(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return train_all(tmp_path_factory.mktemp("trained"), bundle_folder)
 
 
-def test_each_stage_leaves_what_can_be_loaded(trained: Path, adaptive: TransformersDecoder) -> None:
+def test_each_stage_leaves_what_can_be_loaded(trained: Path, adaptive: Decoder) -> None:
     model = adaptive.bundle.backbone.model
     base = Adapter.from_pretrained(trained / "out" / "base", model)
     assert (base.rank, base.scale) == (2, 2.0)
     assert all(b.abs().sum() > 0 for b in base.b.values())
-    assert PrefixedDecoder.with_prefix(adaptive, trained / "out" / "prefix").prefix.shape == (3, 32)
+    assert with_prefix(adaptive, trained / "out" / "prefix").preparer.prepare(["x"])[0].slots == 3
     for name, steps in (("k1", 1), ("k2", 2), ("task", 1)):
         update = PredictedUpdate.from_pretrained(trained / "out" / name, adaptive)
         assert (update.config.inner_steps, update.config.demonstrations) == (steps, 2)
@@ -52,14 +52,14 @@ def test_each_stage_leaves_what_can_be_loaded(trained: Path, adaptive: Transform
 
 
 @pytest.mark.parametrize("ratio", [None, 8])
-def test_one_step_moves_what_is_trained_and_nothing_else(adaptive: TransformersDecoder, ratio: int | None) -> None:
+def test_one_step_moves_what_is_trained_and_nothing_else(adaptive: Decoder, ratio: int | None) -> None:
     """Every objective, with passages as text and as slots: the decoder's parameters keep every bit."""
     reading, bundle = adaptive, adaptive.bundle
     drawn = Episode("task", tuple(DEMONSTRATIONS[:2]), DEMONSTRATIONS[2])
     if ratio is not None:
         name = f"test-{ratio}-{random.random()}"
         store = SoftContextStore(chromadb.EphemeralClient(), bundle, collection=name, key=b"k" * 32)
-        reading = TransformersDecoder(bundle, store)
+        reading = Decoder(bundle, store)
         drawn = with_slots(drawn, store, ratio)
     rows, queries = [rows_of(reading, drawn.support)], [rows_of(reading, [drawn.query])]
     assert all(row.soft == (ratio is not None) for row in rows[0])
@@ -90,7 +90,7 @@ def test_one_step_moves_what_is_trained_and_nothing_else(adaptive: TransformersD
     assert all(torch.equal(now[n], value) and now[n].grad is None for n, value in frozen.items())
 
 
-def test_kept_contexts_give_the_loss_of_those_solved_now(adaptive: TransformersDecoder) -> None:
+def test_kept_contexts_give_the_loss_of_those_solved_now(adaptive: Decoder) -> None:
     """To bfloat16's rounding; and a context that was solved once is not read again."""
     bundle = adaptive.bundle
     base = random_adapter(bundle.backbone.model, 2, seed=1)
@@ -113,7 +113,7 @@ def test_every_context_is_met_equally_often() -> None:
     assert passes(5, 13, seed=0) == numbers != passes(5, 13, seed=1)
 
 
-def test_training_brings_the_prediction_to_its_target(adaptive: TransformersDecoder) -> None:
+def test_training_brings_the_prediction_to_its_target(adaptive: Decoder) -> None:
     """On one context, again and again, the loss of eq. 9 falls far, and the direction is nearly the gradient's."""
     base = random_adapter(adaptive.bundle.backbone.model, 4, seed=2, size=0.1)
     config = PredictorConfig(inner_steps=2, inner_learning_rate=0.1, demonstrations=2, hidden=16, code=8)

@@ -20,7 +20,7 @@ from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import inner_products, matching_loss, norms, sgd
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError, UnreadableMarkerError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
@@ -40,8 +40,8 @@ def bundle(make_tiny_bundle: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def decoder(bundle: Any) -> TransformersDecoder:
-    return TransformersDecoder(bundle)
+def decoder(bundle: Any) -> Decoder:
+    return Decoder(bundle)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def _plain_sgd(bundle: Any, base: Adapter, demonstrations: Any, steps: int, rate
         }
 
 
-def test_the_target_is_a_plain_sgd_loops(decoder: TransformersDecoder, bundle: Any, base: Adapter) -> None:
+def test_the_target_is_a_plain_sgd_loops(decoder: Decoder, bundle: Any, base: Adapter) -> None:
     """Contexts of different sizes in one batch, each with the update that it has alone."""
     contexts = [DEMONSTRATIONS, QUESTIONS[:1]]
     update = sgd(decoder.bundle, [rows_of(decoder, c) for c in contexts], base, steps=3, learning_rate=0.5)
@@ -135,7 +135,7 @@ def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) 
 
 @pytest.mark.parametrize("layer", [None, 1])
 def test_hidden_states_are_the_end_tokens_means(
-    decoder: TransformersDecoder, bundle: Any, base: Adapter, layer: int | None
+    decoder: Decoder, bundle: Any, base: Adapter, layer: int | None
 ) -> None:
     merged = merged_copy(bundle.backbone.model, base)
     pooled = pooled_states(
@@ -176,7 +176,7 @@ def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
     assert update.scale == 1.0 and update.rank == 3
 
 
-def test_calibrated_updates_start_at_their_targets_size(decoder: TransformersDecoder, base: Adapter) -> None:
+def test_calibrated_updates_start_at_their_targets_size(decoder: Decoder, base: Adapter) -> None:
     contexts = [rows_of(decoder, [d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
     target = sgd(decoder.bundle, contexts, base, 1, 1e-3).change()
     pooled = pooled_states(decoder.bundle, contexts, base)
@@ -190,7 +190,7 @@ def test_calibrated_updates_start_at_their_targets_size(decoder: TransformersDec
 
 
 def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
-    decoder: TransformersDecoder, bundle: Any, base: Adapter, tmp_path: Any
+    decoder: Decoder, bundle: Any, base: Adapter, tmp_path: Any
 ) -> None:
     """The predictor comes back to the same update, and the update loads in peft at twice the base's rank."""
     torch.manual_seed(1)
@@ -209,7 +209,7 @@ def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
     backbone = Backbone(architectures.model("Llama"), bundle.tokenizer)
-    other = TransformersDecoder(Bundle(bundle.config, backbone, bundle.compressor, bundle.reader))
+    other = Decoder(Bundle(bundle.config, backbone, bundle.compressor, bundle.reader))
     with pytest.raises(BundleError, match="another decoder"):
         PredictedUpdate.from_pretrained(tmp_path / "predictor", other)
     (tmp_path / "predictor" / "config.json").write_text('{"inner_steps": -1}')
@@ -229,7 +229,7 @@ def test_a_marker_of_another_store_is_not_compressed_as_if_it_were_a_passage(bun
 def test_a_predictor_takes_passages_as_it_was_trained_with(bundle: Any, base: Adapter, tmp_path: Any) -> None:
     """Marked at its own ratio, all of them: another one, and text, are named beside its own."""
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
-        decoder = TransformersDecoder(bundle, store)
+        decoder = Decoder(bundle, store)
         at = {ratio: [d.marked(store, ratio) for d in DEMONSTRATIONS] for ratio in (4, 8)}
         update = PredictedUpdate.build(base, decoder.bundle, PREDICTOR.model_copy(update={"ratio": 8}))
         update.adapt(decoder, at[8])

@@ -25,8 +25,8 @@ from ctx_compress_rag.adaptation.episodes import Episode, Tasks
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.statistics import Interval
 from ctx_compress_rag.text.answers import exact_match, token_f1
@@ -55,7 +55,7 @@ def test_shipped_recipes_belong_together(where: str) -> None:
     assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == len(recipes.files)
 
 
-def test_baselines_read_what_the_paper_says(trained: Path, adaptive: TransformersDecoder) -> None:
+def test_baselines_read_what_the_paper_says(trained: Path, adaptive: Decoder) -> None:
     """Few-shot: the demonstrations as earlier turns. Prompt tuning: the trained vectors before the prompt."""
     systems = {system.name: system for system in Recipes.find(trained / "recipes").systems(adaptive)}
     episode = Episode("task", tuple(DEMONSTRATIONS), QUESTIONS[0])
@@ -63,7 +63,7 @@ def test_baselines_read_what_the_paper_says(trained: Path, adaptive: Transformer
     assert systems["base adapter, few-shot"].chat(episode) == [*turns, *QUESTIONS[0].chat()]
     tuned, chat = systems["prompt tuning"], QUESTIONS[0].chat()
     [prefix] = load_file(trained / "out" / "prefix" / "prefix.safetensors").values()
-    answer = tuned.adapt(adaptive, episode).generate([tuned.chat(episode)], Sampling(max_new_tokens=8))[0].text
+    answer = tuned.adapt(adaptive, episode).generate([tuned.chat(episode)], Sampling(max_tokens=8))[0].text
     ids = adaptive.bundle.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     with adaptive.bundle.text_decoder() as model:
         embeds = torch.cat([prefix, model.get_input_embeddings()(torch.tensor(ids))])[None]
@@ -75,12 +75,12 @@ def test_baselines_read_what_the_paper_says(trained: Path, adaptive: Transformer
 # Costs
 
 
-def test_flops_are_those_of_the_matrix_products(adaptive: TransformersDecoder) -> None:
+def test_flops_are_those_of_the_matrix_products(adaptive: Decoder) -> None:
     """Counted by hand for one demonstration: weights twice per token, attention, factors, the predictor."""
     model = adaptive.bundle.backbone.model
     base = random_adapter(model, 4, seed=3)
     episode = Episode("task", (DEMONSTRATIONS[1],), DEMONSTRATIONS[2])
-    one = Sampling(max_new_tokens=1)
+    one = Sampling(max_tokens=1)
 
     def flops(adaptation: Any) -> tuple[int, int]:
         return count_flops(phases(adaptive, System("it", adaptation), episode, one))
@@ -128,7 +128,7 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_the_command_trains_and_scores(
-    tmp_path: Path, bundle_folder: Path, adaptive: TransformersDecoder, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, bundle_folder: Path, adaptive: Decoder, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
@@ -161,7 +161,7 @@ def test_the_command_trains_and_scores(
     def asked(episode: Episode, adaptation: Any, **changes: Any) -> str:
         changed = adapted(adaptive, adaptation.adapt(adaptive, episode.support))
         chat = replace(episode.query, **changes).chat()
-        return changed.generate([chat], Sampling(max_new_tokens=4))[0].text.strip()
+        return changed.generate([chat], Sampling(max_tokens=4))[0].text.strip()
 
     ways = {"base adapter": BaseAdapter(base), "RAG-GD, K=2": update, "TT-SGD, K=2": TestTimeSGD(base, 2, 0.5)}
     for name, adaptation in ways.items():

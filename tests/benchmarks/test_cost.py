@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.timing.cost import measure
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.evaluation.answering import FULL, SOFT, prompt_of
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
@@ -38,14 +38,14 @@ def test_operations_are_those_of_the_matrix_products(tiny_bundle: Any, tmp_path:
     passages = questions_of(world_examples("test", 0, 1, max_turns=1, passages=(3,)))[0].passages
     with SoftContextStore(tmp_path, tiny_bundle) as store:
         store.add(list(passages), progress=False)
-        decoder = TransformersDecoder(tiny_bundle, store)
+        decoder = Decoder(tiny_bundle, store)
 
         def given(texts: Any) -> Any:
             return prompt_of(TEMPLATES[0], texts(), "What is it about?")
 
         makers = {FULL: partial(given, lambda: passages), SOFT: partial(given, lambda: mark(store, passages, ratio=8))}
         costs = measure(decoder, [makers], progress=False)
-        length = {name: decoder.count_chat_tokens(make()) for name, make in makers.items()}
+        length = {name: decoder.preparer.count_chat_tokens(make()) for name, make in makers.items()}
         slots = sum(soft.merge(2).n_slots for soft in tiny_bundle.compress(list(passages)))
     assert costs[FULL].context_flops == costs[SOFT].context_flops == 0
     assert costs[FULL].first_token_flops == pytest.approx(reading(model, length[FULL]) + head, rel=1e-3)
@@ -58,12 +58,12 @@ def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path:
     """The question and the skimmed segments, of at most four tokens each; passages were read before."""
     bundle = close_bundle(tiny_tokenizer)
     with close_store(tmp_path, bundle) as store:
-        decoder = TransformersDecoder(bundle, store)
+        decoder = Decoder(bundle, store)
         make = {"RAM": lambda: prompt_of(TEMPLATES[0], ask(store, ratio=2), QUESTION)}
         cost = measure(decoder, [make], progress=False)["RAM"]
         _, skimmed = read(store, ask(store, ratio=2))
         segments = sum(marker.slots for marker in skimmed)
-        tokens = decoder.count_chat_tokens(make["RAM"]())
+        tokens = decoder.preparer.count_chat_tokens(make["RAM"]())
     model = bundle.backbone.model
     everything = sum(-(-len(plain_ids(bundle, text)) // 4) for text in PASSAGES)
     assert 0 < segments < everything

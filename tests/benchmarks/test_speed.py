@@ -14,8 +14,8 @@ from benchmarks.timing.training_speed import training_speed
 from benchmarks.world import BUNDLE
 from benchmarks.world.world import World
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 
 
 def test_indexing_counts_passages_tokens_and_bytes(tiny_bundle: Any, tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
 
 
 def test_figures_fit_the_time_that_all_took(talkative: Any) -> None:
-    decoder, prompts = TransformersDecoder(talkative), ["Who?", "What is it?", "Where?"]
-    made = [answer.completion_tokens for answer in decoder.generate(prompts, Sampling(12))]
+    decoder, prompts = Decoder(talkative), ["Who?", "What is it?", "Where?"]
+    made = [answer.completion_tokens for answer in decoder.generate(prompts, Sampling(max_tokens=12))]
     began = time.perf_counter()
     found = concurrency(decoder, prompts, new_tokens=12, rounds=1)
     elapsed = time.perf_counter() - began

@@ -15,7 +15,7 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.cli.command import app
 from ctx_compress_rag.data.examples import write_jsonl
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.training.recipe import SHIPPED
 from helpers.forked import run_python
 
@@ -106,7 +106,7 @@ def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: An
     [
         (["ask", "x", "--ratio", 8, "--token-budget", 12], "--ratio and --token-budget"),
         (["ask", "x", "--ratio", 8, "--text"], "--ratio and --text"),
-        (["ask", "x", "--extractive", "--server", "http://localhost:1"], "--extractive and --server"),
+        (["ask", "x", "--extractive", "--engine", "http://localhost:1"], "--extractive"),
         (["ask", "x", "--template", "{question}"], "--template"),
         (["index", "--collection", "docs", "--embedder", "minilm"], "--collection and --embedder"),
         (["index", "--collection", "docs", "--prune"], "--collection and --prune"),
@@ -129,7 +129,7 @@ def test_options_that_cannot_be_given_together_are_refused_before_a_store_is_ope
 def test_eval_refuses_before_it_answers(
     run: Any, bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TransformersDecoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
+    monkeypatch.setattr(Decoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
     one = tmp_path / "one.jsonl"
     write_jsonl(one, world_examples("test", 0, 1, max_turns=1, passages=(1,)))
     two = tmp_path / "two.jsonl"

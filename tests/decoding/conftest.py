@@ -7,7 +7,7 @@ from typing import Any
 import chromadb
 import pytest
 
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION
 
@@ -25,8 +25,8 @@ def store(bundle: Any) -> SoftContextStore:
 
 
 @pytest.fixture(scope="package")
-def decoder(bundle: Any, store: SoftContextStore) -> TransformersDecoder:
-    return TransformersDecoder(bundle, store)
+def decoder(bundle: Any, store: SoftContextStore) -> Decoder:
+    return Decoder(bundle, store)
 
 
 @pytest.fixture(scope="package")

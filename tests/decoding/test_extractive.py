@@ -16,14 +16,15 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.world import BUNDLE as DEMO
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.quoting import QuoteProcessor
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.quoting import QuoteFilter
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.scope import record_id
 from ctx_compress_rag.text.quoting import quotable
 from ctx_compress_rag.text.tokenizing import text_ids
-from helpers.decoding import PASSAGES, QUESTION
+from helpers.decoding import PASSAGES, QUESTION, apart
 
 TEXTS = [
     'In 1903, "Lucas Cranach" (the Elder) paid $1,200.50 at 4:51.\nIt\u2019s state-of-the-art. Na\u00efve \U0001f642.',
@@ -35,7 +36,7 @@ TEXTS = [
 MARKS = "\u0301\u0308\u093f\u0940\u094d\u3099"
 LETTER = rf"[^\W\u3041-\u30ff\u4e00-\u9fff]|[{MARKS}]"
 WORD = re.compile(rf"[\u3041-\u3096\u30a1-\u30ff\u4e00-\u9fff]\u3099?|(?:{LETTER}|(?<=\d)[.,:](?=\d))+")
-EXTRACTIVE = Sampling(max_new_tokens=12, extractive=True)
+EXTRACTIVE = Sampling(max_tokens=12, extractive=True)
 
 
 @pytest.fixture(scope="module", params=["tiny", "demo", "Qwen", "Llama 2", "unknown"])
@@ -83,22 +84,19 @@ def is_quotation(answer: str, text: str) -> bool:
 
 
 def test_whatever_the_scores_an_answer_is_a_quotation(tokenizer: Any) -> None:
-    """Two answers at a time, of other texts, each with a limit of its own."""
     end, ways = tokenizer.eos_token_id, [[*TEXTS[:2], f"the </s>Elder{tokenizer.eos_token}"], TEXTS[2:]]
     quotables = [quotable(texts, tokenizer) for texts in ways]
     seen: set[str] = set()
-    for seed in range(300):
+    for seed in range(600):
         chooser = torch.Generator().manual_seed(seed)
-        limits = torch.randint(1, 40, (2,), generator=chooser).tolist()
-        processor = QuoteProcessor(quotables, {end}, limits)
-        ids = torch.empty(2, 0, dtype=torch.long)
-        for _ in range(max(limits)):
-            scores = torch.rand(2, len(tokenizer), generator=chooser)
-            ids = torch.cat((ids, processor(ids, scores).argmax(1, keepdim=True)), 1)
-        for row, limit, texts in zip(ids.tolist(), limits, ways, strict=True):
-            answer = tokenizer.decode(row[:limit], skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
-            assert not answer or any(is_quotation(answer, text) for text in texts), answer
-            seen.add(answer)
+        limit = int(torch.randint(1, 40, (), generator=chooser))
+        quoting = QuoteFilter(quotables[seed % 2], {end}, limit)
+        ids: list[int] = []
+        while len(ids) < limit and ids[-1:] != [end]:
+            ids.append(int(quoting(ids, torch.rand(len(tokenizer), generator=chooser)).argmax()))
+        answer = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
+        assert not answer or any(is_quotation(answer, text) for text in ways[seed % 2]), answer
+        seen.add(answer)
     assert len(seen) > 40 and max(map(len, seen)) > 12
 
 
@@ -113,13 +111,13 @@ def test_every_run_of_words_can_be_an_answer(tokenizer: Any) -> None:
             ids = [*text_ids(tokenizer, span), tokenizer.eos_token_id]
             if tokenizer.decode(ids[:-1]) != span:  # it does not know all characters
                 continue
-            processor = QuoteProcessor([quotables], {tokenizer.eos_token_id}, [len(ids)])
+            quoting = QuoteFilter(quotables, {tokenizer.eos_token_id}, len(ids))
             for done, wanted in enumerate(ids):
-                scores = processor(torch.tensor([ids[:done]], dtype=torch.long), torch.zeros(1, len(tokenizer)))
-                assert scores[0, wanted] == 0, (span, tokenizer.decode(ids[: done + 1]))
+                scores = quoting(ids[:done], torch.zeros(len(tokenizer)))
+                assert scores[wanted] == 0, (span, tokenizer.decode(ids[: done + 1]))
 
 
-def test_answers_quote_passages_that_the_prompt_has_as_slots(decoder: TransformersDecoder, prompts: list[Any]) -> None:
+def test_answers_quote_passages_that_the_prompt_has_as_slots(decoder: Decoder, prompts: list[Any]) -> None:
     """The same alone, in a batch, streamed and by transformers' generate; without the option nothing is quoted."""
     answers = decoder.generate(prompts, EXTRACTIVE)
     texts = [*PASSAGES.values(), QUESTION, "Use this:", "Question:", *(p for p in prompts if isinstance(p, str))]
@@ -128,8 +126,8 @@ def test_answers_quote_passages_that_the_prompt_has_as_slots(decoder: Transforme
     assert any(is_quotation(a.text.strip(), p) for a in answers for p in PASSAGES.values())
     for prompt, answer in zip(prompts, answers, strict=True):
         *pieces, last = decoder.stream(prompt, EXTRACTIVE)
-        assert last == answer == decoder.generate_apart(prompt, EXTRACTIVE) and "".join(map(str, pieces)) == answer.text
-    for free in decoder.generate(prompts, Sampling(max_new_tokens=12)):
+        assert last == answer == apart(decoder, prompt, EXTRACTIVE) and "".join(map(str, pieces)) == answer.text
+    for free in decoder.generate(prompts, Sampling(max_tokens=12)):
         assert not any(is_quotation(free.text.strip(), text) for text in texts)
 
 
@@ -144,17 +142,17 @@ def test_a_damaged_text_is_not_quoted_and_its_slots_are_read(
     raw.update(ids=[record_id("a", "default")], metadatas=[{"text": "no longer there"}])
     prompt = [{"role": "user", "content": f"{markers[0]} {markers[1]}"}]
     with pytest.raises(PayloadError, match="'a' is damaged"):
-        TransformersDecoder(bundle, store).generate([prompt], EXTRACTIVE)
-    lenient = TransformersDecoder(bundle, store, on_unreadable="text")
+        Decoder(bundle, store).generate([prompt], EXTRACTIVE)
+    lenient = Decoder(bundle, store, on_unreadable="text")
     [answer] = lenient.generate([prompt], EXTRACTIVE)
     assert is_quotation(answer.text.strip(), PASSAGES["b"]) and "'a' is damaged" in caplog.text
-    assert answer.slots == lenient.generate([prompt], Sampling(max_new_tokens=2))[0].slots
+    assert answer.slots == lenient.generate([prompt], Sampling(max_tokens=2))[0].slots
 
 
 def test_quoting_from_very_much_is_refused(
-    decoder: TransformersDecoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctx_compress_rag.decoding.decoder.MAX_CHARACTERS", 50)
+    monkeypatch.setattr("ctx_compress_rag.decoding.preparer.MAX_CHARACTERS", 50)
     with pytest.raises(ConfigError, match="prompt 0 and its passages have .* quotes from 50 at most"):
         decoder.generate(prompts[:1], EXTRACTIVE)
-    assert decoder.generate(prompts[:1], Sampling(max_new_tokens=1))
+    assert decoder.generate(prompts[:1], Sampling(max_tokens=1))

@@ -10,22 +10,23 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from ctx_compress_rag.decoding.change import opened
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.logprobs import Recorder
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.sampling import Sampling
+from ctx_compress_rag.decoding.splice import open_model, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
+from helpers.decoding import apart
 
 TOKENS = 8
 
 
-def by_transformers(decoder: TransformersDecoder, prompt: Prompt) -> tuple[list[int], list[float]]:
+def by_transformers(decoder: Decoder, prompt: Prompt) -> tuple[list[int], list[float]]:
     """Token ids of a greedy answer, and transformers' own scores of them."""
     backbone = decoder.bundle.backbone
     batch = splice(backbone.embeddings, [prompt])
-    with torch.no_grad(), opened(decoder.bundle, prompt.soft, batch.slot_mask) as model:
+    with torch.no_grad(), open_model(decoder.bundle, prompt.soft, batch.slot_mask) as model:
         out = model.generate(
             inputs_embeds=batch.inputs_embeds,
             attention_mask=batch.attention_mask,
@@ -39,11 +40,11 @@ def by_transformers(decoder: TransformersDecoder, prompt: Prompt) -> tuple[list[
     return out.sequences[0].tolist(), scores[0].tolist()
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_logprobs_are_transformers_own(decoder: TransformersDecoder, prompts: list[Any], apart: bool) -> None:
-    sampling = Sampling(max_new_tokens=TOKENS, logprobs=True, top_logprobs=3)
-    answers = [decoder.generate_apart(p, sampling) for p in prompts] if apart else decoder.generate(prompts, sampling)
-    for answer, prompt in zip(answers, decoder.prepare(prompts), strict=True):
+@pytest.mark.parametrize("alone", [False, True])
+def test_logprobs_are_transformers_own(decoder: Decoder, prompts: list[Any], alone: bool) -> None:
+    sampling = Sampling(max_tokens=TOKENS, logprobs=True, top_logprobs=3)
+    answers = [apart(decoder, p, sampling) for p in prompts] if alone else decoder.generate(prompts, sampling)
+    for answer, prompt in zip(answers, decoder.preparer.prepare(prompts), strict=True):
         ids, wanted = by_transformers(decoder, prompt)
         assert answer.logprobs is not None and len(answer.logprobs) in (len(ids), len(ids) - 1)  # without the end
         for token, value, noted in zip(ids, wanted, answer.logprobs, strict=False):
@@ -54,11 +55,11 @@ def test_logprobs_are_transformers_own(decoder: TransformersDecoder, prompts: li
             assert len(values) == 3 and sum(map(math.exp, values)) <= 1
 
 
-def test_logprobs_end_where_the_text_ends(decoder: TransformersDecoder, prompts: list[Any]) -> None:
-    whole = decoder.generate(prompts[:1], Sampling(max_new_tokens=TOKENS, logprobs=True))[0]
+def test_logprobs_end_where_the_text_ends(decoder: Decoder, prompts: list[Any]) -> None:
+    whole = decoder.generate(prompts[:1], Sampling(max_tokens=TOKENS, logprobs=True))[0]
     assert whole.logprobs is not None and "".join(each.token for each in whole.logprobs).endswith(whole.text)
     stop = whole.text[len(whole.text) // 2 :]
-    [cut] = decoder.generate(prompts[:1], Sampling(max_new_tokens=TOKENS, logprobs=True, stop=(stop,)))
+    [cut] = decoder.generate(prompts[:1], Sampling(max_tokens=TOKENS, logprobs=True, stop=(stop,)))
     assert cut.logprobs is not None and cut.logprobs == whole.logprobs[: len(cut.logprobs)]
     assert len(cut.logprobs) < len(whole.logprobs)
 
@@ -66,15 +67,15 @@ def test_logprobs_end_where_the_text_ends(decoder: TransformersDecoder, prompts:
 def test_tokens_join_to_the_text_where_a_tokenizer_drops_the_first_space() -> None:
     tokenizer = architectures.tokenizer("Mistral")
     ids = tokenizer("Who kept the bees?", add_special_tokens=False)["input_ids"]
-    recorder = Recorder(tokenizer, 0, 1)
+    recorder = Recorder(tokenizer, 0)
     for id in ids:
-        recorder(None, torch.zeros(1, len(tokenizer)))
-        recorder.take(0, id)
-    assert "".join(each.token for each in recorder.noted[0]) == f" {tokenizer.decode(ids)}"
+        recorder.take(id, torch.zeros(len(tokenizer)))
+    tokens = "".join(each.token for each in recorder.of_text(ids, tokenizer.decode(ids)))
+    assert tokens == f" {tokenizer.decode(ids)}"
 
 
 @pytest.fixture
-def model(decoder: TransformersDecoder) -> Iterator[Any]:
+def model(decoder: Decoder) -> Iterator[Any]:
     own = decoder.bundle.backbone.model.generation_config
     yield decoder.bundle.backbone.model
     decoder.bundle.backbone.model.generation_config = own
@@ -85,11 +86,11 @@ SETTINGS = ["repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "be
 
 @pytest.mark.parametrize("name", [*SETTINGS, "sequence_bias", "min_new_tokens"])
 def test_a_decoders_settings_act_as_in_transformers(
-    decoder: TransformersDecoder, prompts: list[Any], model: Any, name: str
+    decoder: Decoder, prompts: list[Any], model: Any, name: str
 ) -> None:
-    sampling = Sampling(max_new_tokens=TOKENS)
+    sampling = Sampling(max_tokens=TOKENS)
     plain = [answer.text for answer in decoder.generate(prompts, sampling)]
-    first = by_transformers(decoder, decoder.prepare(prompts[:1])[0])[0]
+    first = by_transformers(decoder, decoder.preparer.prepare(prompts[:1])[0])[0]
     value: Any = {
         "repetition_penalty": 3.0,
         "no_repeat_ngram_size": 1,
@@ -101,31 +102,29 @@ def test_a_decoders_settings_act_as_in_transformers(
     }[name]
     model.generation_config = GenerationConfig(**{name: value})
     wanted = []
-    for prompt in decoder.prepare(prompts):
+    for prompt in decoder.preparer.prepare(prompts):
         ids, _ = by_transformers(decoder, prompt)
         wanted.append(decoder.bundle.tokenizer.decode(ids, skip_special_tokens=True))
     shared = [answer.text for answer in decoder.generate(prompts, sampling)]
-    apart = [decoder.generate_apart(prompt, sampling).text for prompt in prompts]
-    assert shared == apart == wanted
+    alone = [apart(decoder, prompt, sampling).text for prompt in prompts]
+    assert shared == alone == wanted
     assert name == "min_new_tokens" or shared != plain
-    off = Sampling(max_new_tokens=TOKENS, decoder_settings=False)
+    off = Sampling(max_tokens=TOKENS, decoder_settings=False)
     assert [answer.text for answer in decoder.generate(prompts, off)] == plain
-    assert [decoder.generate_apart(prompt, off).text for prompt in prompts] == plain
+    assert [apart(decoder, prompt, off).text for prompt in prompts] == plain
 
 
-def test_a_decoders_stop_strings_end_answers(decoder: TransformersDecoder, prompts: list[Any], model: Any) -> None:
-    sampling = Sampling(max_new_tokens=TOKENS)
+def test_a_decoders_stop_strings_end_answers(decoder: Decoder, prompts: list[Any], model: Any) -> None:
+    sampling = Sampling(max_tokens=TOKENS)
     [plain] = decoder.generate(prompts[:1], sampling)
     model.generation_config = GenerationConfig(stop_strings=[plain.text[3:5]])
-    for answer in (decoder.generate(prompts[:1], sampling)[0], decoder.generate_apart(prompts[0], sampling)):
+    for answer in (decoder.generate(prompts[:1], sampling)[0], apart(decoder, prompts[0], sampling)):
         assert answer.text == plain.text[: plain.text.index(plain.text[3:5])] and answer.finish_reason == "stop"
-    assert decoder.generate(prompts[:1], Sampling(max_new_tokens=TOKENS, decoder_settings=False)) == [plain]
+    assert decoder.generate(prompts[:1], Sampling(max_tokens=TOKENS, decoder_settings=False)) == [plain]
 
 
-def test_a_setting_that_is_not_supported_is_refused(
-    decoder: TransformersDecoder, prompts: list[Any], model: Any
-) -> None:
+def test_a_setting_that_is_not_supported_is_refused(decoder: Decoder, prompts: list[Any], model: Any) -> None:
     model.generation_config = GenerationConfig(encoder_repetition_penalty=2.0)
-    for ask in (lambda: decoder.generate(prompts[:1]), lambda: decoder.generate_apart(prompts[0])):
+    for ask in (lambda: decoder.generate(prompts[:1]), lambda: apart(decoder, prompts[0], Sampling())):
         with pytest.raises(ConfigError, match="encoder_repetition_penalty"):
             ask()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import (
     ConfigError,
     FingerprintMismatchError,
@@ -20,18 +21,18 @@ from helpers.decoding import PASSAGES, QUESTION, damage
 # Counting
 
 
-def test_markers_count_as_their_slots(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+def test_markers_count_as_their_slots(decoder: Decoder, store: SoftContextStore) -> None:
     tokenizer = decoder.bundle.tokenizer
     [soft] = store.get(["c"])
     assert soft is not None
     for ratio in (4, 8, 64):
         slots = soft.merge(ratio // 4).n_slots
-        ids = decoder.token_ids(f"Context:{store.marker('c', ratio)}")
+        ids = decoder.preparer.token_ids(f"Context:{store.marker('c', ratio)}")
         assert ids == tokenizer("Context:")["input_ids"] + [tokenizer.pad_token_id] * slots
-    assert len(decoder.token_ids("Context: none")) == len(tokenizer("Context: none")["input_ids"])
-    assert len(decoder.token_ids("")) == 0
+    assert len(decoder.preparer.token_ids("Context: none")) == len(tokenizer("Context: none")["input_ids"])
+    assert len(decoder.preparer.token_ids("")) == 0
     forged = store.marker("c", 4).replace("[[ctx:", "[[ctx:a")
-    assert len(decoder.token_ids(forged)) == len(tokenizer(forged)["input_ids"])
+    assert len(decoder.preparer.token_ids(forged)) == len(tokenizer(forged)["input_ids"])
 
 
 # What goes wrong
@@ -49,22 +50,22 @@ def test_markers_count_as_their_slots(decoder: TransformersDecoder, store: SoftC
         (None, "prompt 1 is a NoneType"),
     ],
 )
-def test_unusable_prompts_are_refused(decoder: TransformersDecoder, prompt: Any, message: str) -> None:
+def test_unusable_prompts_are_refused(decoder: Decoder, prompt: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decoder.generate([QUESTION, prompt])
     with pytest.raises(ConfigError, match="give a list"):
         decoder.generate(QUESTION)
 
 
-def test_half_a_character_is_read_as_a_replacement(decoder: TransformersDecoder) -> None:
-    assert decoder.token_ids("bees \ud83d fly") == decoder.token_ids("bees \ufffd fly")
+def test_half_a_character_is_read_as_a_replacement(decoder: Decoder) -> None:
+    assert decoder.preparer.token_ids("bees \ud83d fly") == decoder.preparer.token_ids("bees \ufffd fly")
     broken = [[{"role": "user", "content": "bees \udc1d?"}], "bees \udc1d?"]
     whole = [[{"role": "user", "content": "bees \ufffd?"}], "bees \ufffd?"]
-    assert decoder.generate(broken, Sampling(4)) == decoder.generate(whole, Sampling(4))
+    assert decoder.generate(broken, Sampling(max_tokens=4)) == decoder.generate(whole, Sampling(max_tokens=4))
     assert decoder.bundle.compress(["bees \udc1d fly"])[0].n_slots > 0
 
 
-def test_a_prompt_far_beyond_the_window_is_not_even_tokenized(decoder: TransformersDecoder) -> None:
+def test_a_prompt_far_beyond_the_window_is_not_even_tokenized(decoder: Decoder) -> None:
     question = "why? " * 4_000_000
     began = time.process_time()
     for prompt in (question, [{"role": "system", "content": question}, {"role": "user", "content": "Well?"}]):
@@ -83,7 +84,7 @@ def test_a_prompt_far_beyond_the_window_is_not_even_tokenized(decoder: Transform
 def test_a_chat_template_that_drops_the_context_is_named(
     store: SoftContextStore, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = TransformersDecoder(store.bundle, store)  # type: ignore[arg-type]
+    decoder = Decoder(store.bundle, store)  # type: ignore[arg-type]
     monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
     first = {"role": "user", "content": "Hello."}
     for context in (store.marker("c", 4), "The bees are on the roof."):
@@ -104,29 +105,29 @@ def test_a_chat_template_that_drops_the_context_is_named(
     ],
 )
 def test_a_chat_template_that_does_not_end_is_stopped(
-    decoder: TransformersDecoder, template: str, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
     with pytest.raises(ConfigError, match="chat template .*(does not end|too big)"):
-        decoder.prepare([[{"role": "user", "content": "Who hums?"}]])
+        decoder.preparer.prepare([[{"role": "user", "content": "Who hums?"}]])
 
 
 def test_a_system_message_that_a_template_drops_goes_before_the_first_question(
-    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
     chat = [{"role": "system", "content": "Bees hum."}, {"role": "user", "content": "Who hums?"}]
-    [prompt] = decoder.prepare([chat])
+    [prompt] = decoder.preparer.prepare([chat])
     assert decoder.bundle.tokenizer.decode(prompt.ids()).strip() == "Bees hum.\n\nWho hums?"
 
 
-def test_a_prompt_beyond_the_window_is_refused(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+def test_a_prompt_beyond_the_window_is_refused(decoder: Decoder, store: SoftContextStore) -> None:
     window = decoder.bundle.backbone.model.config.max_position_embeddings
     marker = store.marker("c", 4)
-    slots, one = len(decoder.token_ids(marker)), len(decoder.bundle.tokenizer(" bees")["input_ids"])
+    slots, one = len(decoder.preparer.token_ids(marker)), len(decoder.bundle.tokenizer(" bees")["input_ids"])
     prompt = marker + " bees" * (window // one)
-    length = len(decoder.token_ids(prompt))
+    length = len(decoder.preparer.token_ids(prompt))
     with pytest.raises(
         ConfigError, match=rf"prompt 0 has {length} tokens \({slots} of them slots\).*window of {window}"
     ):
@@ -134,8 +135,8 @@ def test_a_prompt_beyond_the_window_is_refused(decoder: TransformersDecoder, sto
     with pytest.raises(ConfigError, match=f"window of {window}"):
         decoder.stream(prompt)  # already at the call
     fits = marker + " bees" * ((window - slots - 3) // one)
-    room = window - len(decoder.token_ids(fits))
-    [answer] = decoder.generate([fits], Sampling(max_new_tokens=room + 40))
+    room = window - len(decoder.preparer.token_ids(fits))
+    [answer] = decoder.generate([fits], Sampling(max_tokens=room + 40))
     assert (answer.completion_tokens, answer.finish_reason) == (room, "length")
 
 
@@ -144,9 +145,9 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     store.add([text, PASSAGES["b"]], ["d", "e"], progress=False)
     d, e, b = store.markers(["d", "e", "b"], ratio=4)
     prompt = f"Context: {d}\n{e}\nQuestion: {QUESTION}"
-    strict = TransformersDecoder(bundle, store)
-    lenient = TransformersDecoder(bundle, store, on_unreadable="text")
-    sampling = Sampling(max_new_tokens=6)
+    strict = Decoder(bundle, store)
+    lenient = Decoder(bundle, store, on_unreadable="text")
+    sampling = Sampling(max_tokens=6)
     whole = strict.generate([prompt], sampling)
     assert lenient.generate([prompt], sampling) == whole and not caplog.records
 
@@ -158,15 +159,15 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
     with_text = [[{"role": "user", "content": chat[0]["content"].replace(d, text)}] for chat in chats]
     mixed, plain = lenient.generate(chats, sampling)
     assert [mixed, plain] == strict.generate(with_text, sampling)
-    assert mixed.slots == len(strict.token_ids(e)) and plain.slots == 0
+    assert mixed.slots == len(strict.preparer.token_ids(e)) and plain.slots == 0
     assert "texts are used" in caplog.text
 
     store.delete(["d"])
     caplog.clear()
-    literal = TransformersDecoder(bundle).generate([f"{d} {QUESTION}"], sampling)
+    literal = Decoder(bundle).generate([f"{d} {QUESTION}"], sampling)
     # A prompt whose passage is gone does not fail the others.
     gone, kept = lenient.generate([f"{d} {QUESTION}", f"{b} {QUESTION}"], sampling)
-    assert [gone] == literal and kept.slots == len(strict.token_ids(b))
+    assert [gone] == literal and kept.slots == len(strict.preparer.token_ids(b))
     assert "cannot be read" in caplog.text
     with pytest.raises(MissingPassageError, match="retrieve again"):
         strict.generate([prompt], sampling)
@@ -178,6 +179,6 @@ def test_wrong_arguments_are_refused(bundle: Any, store: SoftContextStore, make_
     wrong: list[tuple[str, Any]] = [("on_unreadable", "skip"), ("batch_size", 0), ("max_prompt_tokens", 0)]
     for name, value in wrong:
         with pytest.raises(ConfigError, match=f"{name}={value!r}"):
-            TransformersDecoder(bundle, store, **{name: value})
+            Decoder(bundle, store, **{name: value})
     with pytest.raises(FingerprintMismatchError, match=bundle.fingerprint[:12]):
-        TransformersDecoder(make_tiny_bundle(seed=9), store)
+        Decoder(make_tiny_bundle(seed=9), store)

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_config
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
-from ctx_compress_rag.decoding.generation import Sampling
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.methods.ram.segments import Segments
@@ -59,7 +59,7 @@ def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @contextmanager
-def damaged(bundle: Bundle, *texts: str) -> Iterator[tuple[TransformersDecoder, list[str]]]:
+def damaged(bundle: Bundle, *texts: str) -> Iterator[tuple[Decoder, list[str]]]:
     """A decoder that has to read these passages as text, since their slots are damaged; and their markers."""
     ids = [f"p{number}" for number in range(len(texts))]
     collection = chromadb.EphemeralClient().create_collection(f"damaged-{uuid4()}", embedding_function=None)
@@ -67,7 +67,7 @@ def damaged(bundle: Bundle, *texts: str) -> Iterator[tuple[TransformersDecoder, 
         store.add(texts, ids, progress=False)
         markers = store.markers(ids, store.base_ratio)
         damage(collection.name, *ids)
-        yield TransformersDecoder(bundle, store, on_unreadable="text"), markers
+        yield Decoder(bundle, store, on_unreadable="text"), markers
 
 
 def test_characters_that_a_tokenizer_does_not_know_spell_no_control_token() -> None:
@@ -124,7 +124,7 @@ def test_a_text_that_spells_none_has_the_tokenizers_own_tokens(bundle: Bundle) -
     for text in (*architectures.TEXTS, "a < b | c > d, [1] (2)\n\n  end", "<not a token>", ""):
         expected = bundle.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert text_tokens(bundle.tokenizer, text).ids == expected
-        assert TransformersDecoder(bundle).token_ids(text) == expected
+        assert Decoder(bundle).preparer.token_ids(text) == expected
 
 
 def test_the_slots_of_a_passage_are_those_of_text_and_not_of_a_role(bundle: Bundle) -> None:
@@ -141,7 +141,7 @@ def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: 
     token = next(iter(controls(bundle).values()))
     with damaged(bundle, attack, token[1:]) as (decoder, (a, b)):
         chats = [[{"role": "user", "content": text}] for text in (f"Look. {a} {token[0]}{b}", "Look. Hello.")]
-        made = decoder.prepare(chats)
+        made = decoder.preparer.prepare(chats)
         assert not any(prompt.soft for prompt in made)
         found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
     assert found[0] == found[1]
@@ -152,7 +152,7 @@ def test_so_it_is_in_a_raw_prompt_whose_other_control_tokens_are_the_callers(bun
     attack, token = hostile(bundle), max(controls(bundle).values(), key=len)
     with damaged(bundle, attack, token[1:], token[:-1]) as (decoder, (a, b, c)):
         around = f"{token}user {{}} {token[0]}{{}} {{}}{token[-1]}{token}assistant"
-        made = decoder.prepare([around.format(a, b, c), around.format("x", " y", "z ")])
+        made = decoder.preparer.prepare([around.format(a, b, c), around.format("x", " y", "z ")])
         found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
     assert found[0] == found[1]
     if bundle.tokenizer.chat_template:
@@ -166,18 +166,18 @@ def test_a_passage_that_stands_there_a_thousand_times_is_not_written_out(bundle:
         tracemalloc.start()
         for each in (prompt, [{"role": "user", "content": prompt}]):
             with pytest.raises(ConfigError, match=r"prompt 0 has 30\d{5} characters"):
-                decoder.prepare([each])
+                decoder.preparer.prepare([each])
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < 3e6
 
 
 def test_the_padding_token_in_a_text_does_not_count_as_a_slot(bundle: Bundle, store: SoftContextStore) -> None:
-    decoder = TransformersDecoder(bundle, store)
+    decoder = Decoder(bundle, store)
     pad = bundle.tokenizer.pad_token
     [marker] = store.markers(store.ensure(["The tower of Brindle is old, and it leans."]), store.base_ratio)
     [soft] = store.fetch([part for part in store.split(marker) if not isinstance(part, str)])
-    ids = decoder.token_ids(f"{pad} before {marker} after {pad}{pad}")
+    ids = decoder.preparer.token_ids(f"{pad} before {marker} after {pad}{pad}")
     assert ids.count(bundle.tokenizer.pad_token_id) == soft.n_slots
 
 
@@ -187,7 +187,7 @@ def test_roles_are_a_fixed_list(role: str, bundle: Bundle, store: SoftContextSto
     with pytest.raises(ConfigError, match="give one of system, user, assistant"):
         ChatCompressedContext(store=store, max_tokens=1).invoke([LangChainMessage(role=role, content="Hello")])
     with pytest.raises(ConfigError, match="give one of system, user, assistant"):
-        TransformersDecoder(bundle).generate([[{"role": role, "content": "Hello"}]], Sampling(max_new_tokens=1))
+        Decoder(bundle).generate([[{"role": role, "content": "Hello"}]], Sampling(max_tokens=1))
 
 
 def plain_tokenizer(*added: AddedToken) -> Any:
@@ -237,9 +237,9 @@ def test_without_a_chat_format_all_of_a_raw_prompt_is_text_but_its_bos() -> None
         vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
     )
     settings = BundleConfig(name="plain", method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
-    decoder = TransformersDecoder(Bundle.build(settings, Backbone(LlamaForCausalLM(config), tokenizer)))
+    decoder = Decoder(Bundle.build(settings, Backbone(LlamaForCausalLM(config), tokenizer)))
     prompts = ["user: </s><s>hi", "<s>user: </s><s>hi"]
-    given, begun = (prompt.ids() for prompt in decoder.prepare(prompts))
+    given, begun = (prompt.ids() for prompt in decoder.preparer.prepare(prompts))
     assert tokenizer.eos_token_id not in given
     assert tokenizer.bos_token_id not in given  # this tokenizer adds none by itself
     assert begun.tolist().count(tokenizer.bos_token_id) == 1 == (begun[0] == tokenizer.bos_token_id)

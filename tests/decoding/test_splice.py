@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
@@ -128,7 +129,7 @@ class TokenEmbeddings(TokenCompressor):
 
 
 @pytest.fixture(scope="module")
-def decoder(name: str, model: Any) -> TransformersDecoder:
+def decoder(name: str, model: Any) -> Decoder:
     backbone = Backbone(model, architectures.tokenizer(name))
     frozen = TuneConfig(mode="frozen")
     config = BundleConfig(
@@ -143,7 +144,7 @@ def decoder(name: str, model: Any) -> TransformersDecoder:
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=f"identity-{name}", codec="fp16", key=b"k" * 16
     )
-    return TransformersDecoder(bundle, store)
+    return Decoder(bundle, store)
 
 
 QUESTION = "who built it?"
@@ -164,14 +165,14 @@ def chats(*contexts: str) -> list[list[dict[str, str]]]:
     ]
 
 
-def test_greedy_answers_equal_transformers_own(decoder: TransformersDecoder, model: Any) -> None:
+def test_greedy_answers_equal_transformers_own(decoder: Decoder, model: Any) -> None:
     """Batched, chats with one and two passages and none, against generate() on each plain prompt."""
     tokenizer = decoder.bundle.tokenizer
     assert decoder.store is not None
     ids = decoder.store.ensure(PASSAGES)
     with_markers = chats(*decoder.store.markers(ids, ratio=1))
     plain = chats("", "")[:1]
-    answers = decoder.generate([*with_markers, *plain], Sampling(max_new_tokens=12))
+    answers = decoder.generate([*with_markers, *plain], Sampling(max_tokens=12))
 
     passage_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PASSAGES]
     holes = ([0, 1], [0], [1], [])
@@ -185,7 +186,7 @@ def test_greedy_answers_equal_transformers_own(decoder: TransformersDecoder, mod
         assert answer.text == by_transformers(model, tokenizer, expected, 12)
 
 
-def test_prompts_are_tokenized_as_transformers_does(decoder: TransformersDecoder, model: Any, name: str) -> None:
+def test_prompts_are_tokenized_as_transformers_does(decoder: Decoder, model: Any, name: str) -> None:
     """Chats and raw text without markers: the ids of apply_chat_template and of the tokenizer, one BOS."""
     tokenizer = decoder.bundle.tokenizer
     chat = [{"role": "user", "content": "Question: who built it?"}]
@@ -198,7 +199,7 @@ def test_prompts_are_tokenized_as_transformers_does(decoder: TransformersDecoder
         assert by_template.count(tokenizer.bos_token_id) == int("bos_token" in style.template)
         assert by_tokenizer.count(tokenizer.bos_token_id) == int(style.adds_bos)
     # The rendered chat as a raw prompt begins with its BOS already.
-    answers = decoder.generate([chat, raw, rendered], Sampling(max_new_tokens=12))
+    answers = decoder.generate([chat, raw, rendered], Sampling(max_tokens=12))
     for answer, ids in zip(answers, (by_template, by_tokenizer, by_template), strict=True):
         assert answer.prompt_tokens == len(ids)
         assert answer.text == by_transformers(model, tokenizer, ids, 12)

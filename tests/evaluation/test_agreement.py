@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ctx_compress_rag import SoftContextStore, TransformersDecoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.decoding.decoder import Sampling
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.agreement import Agreement, Asked, agreement, as_text, save, table, worst
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 from helpers.cli import save_bundle, write_docs
@@ -54,7 +54,7 @@ def store(bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> SoftContextS
 
 @pytest.fixture(scope="module")
 def compared(store: SoftContextStore) -> list[Agreement]:
-    return agreement(store, ASKED, RATIOS, max_new_tokens=TOKENS, batch_size=2, progress=False)
+    return agreement(store, ASKED, RATIOS, max_tokens=TOKENS, batch_size=2, progress=False)
 
 
 def prompt(*context: Any, question: str) -> list[Any]:
@@ -93,12 +93,12 @@ def test_kl_is_that_of_transformers_own_logits(store: SoftContextStore, compared
         [passage], [soft] = store.get_passages([id]), store.get([id])
         assert passage is not None and soft is not None
         by_text[passage.text] = soft
-    decoder = TransformersDecoder(bundle)
+    decoder = Decoder(bundle)
     found = {(each.question, each.ratio): each for each in compared}
     assert len(found) == len(compared) == len(ASKED) * (len(RATIOS) + 1)
     for asked in ASKED:
         parts = prompt(*asked.passages, question=asked.question)
-        [full] = decoder.generate(["".join(parts)], Sampling(max_new_tokens=TOKENS))
+        [full] = decoder.generate(["".join(parts)], Sampling(max_tokens=TOKENS))
         answer = bundle.tokenizer(full.text, add_special_tokens=False)["input_ids"]
         if full.finish_reason == "stop":
             answer.append(bundle.tokenizer.eos_token_id)
@@ -119,11 +119,11 @@ def test_kl_is_that_of_transformers_own_logits(store: SoftContextStore, compared
 
 
 def test_answers_are_those_asked_one_by_one(store: SoftContextStore, compared: list[Agreement]) -> None:
-    decoder = TransformersDecoder(store.bundle, store)  # type: ignore[arg-type]
+    decoder = Decoder(store.bundle, store)  # type: ignore[arg-type]
     ids = {p.text: p.id for p in store.get_passages(store.ids()) if p}
 
     def ask(parts: list[str]) -> Any:
-        return decoder.generate(["".join(parts)], Sampling(max_new_tokens=TOKENS))[0]
+        return decoder.generate(["".join(parts)], Sampling(max_tokens=TOKENS))[0]
 
     rows = iter(compared)
     for ratio in (*RATIOS, None):
@@ -143,7 +143,7 @@ def test_passages_are_found_by_their_ids(talkative: Any, tmp_path: Path) -> None
     ids = tuple("abc")
     with SoftContextStore(tmp_path, talkative) as store:
         store.add(PASSAGES, ids, progress=False)
-        agreement(store, [Asked("Who?", PASSAGES, ids)], [8], max_new_tokens=1, progress=False)
+        agreement(store, [Asked("Who?", PASSAGES, ids)], [8], max_tokens=1, progress=False)
         assert sorted(store.ids()) == sorted(ids)
 
 
@@ -152,7 +152,7 @@ def test_by_default_the_ratios_that_the_store_serves(
 ) -> None:
     def ratios(name: str, bundle: Any, ratio: int | None) -> list[int | None]:
         with SoftContextStore(tmp_path / name, bundle, ratio=ratio) as store:
-            return [each.ratio for each in agreement(store, ASKED[:1], max_new_tokens=1, progress=False)]
+            return [each.ratio for each in agreement(store, ASKED[:1], max_tokens=1, progress=False)]
 
     assert ratios("nestable", talkative, None) == [4, 8, 16, None]
     assert ratios("from 8", talkative, 8) == [8, 16, None]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.evaluation import answering
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.answering import (
@@ -32,7 +32,7 @@ class Asked:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls, self.last = 0, CALLS + 1
-        real = TransformersDecoder.generate
+        real = Decoder.generate
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             if self.calls == self.last:
@@ -40,7 +40,7 @@ class Asked:
             self.calls += 1
             return real(*args, **kwargs)
 
-        patch.setattr(TransformersDecoder, "generate", generate)
+        patch.setattr(Decoder, "generate", generate)
         patch.setattr(answering, "_AT_ONCE", AT_ONCE)
 
 
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def scored(bundle: Any, questions: list[Question], log: Path | None, **options: Any) -> SystemAnswers:
-    return answer(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_new_tokens=4, log=log, **options)
+    return answer(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_tokens=4, log=log, **options)
 
 
 @pytest.fixture(scope="module")

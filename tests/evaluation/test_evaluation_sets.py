@@ -77,7 +77,7 @@ def test_others_add_systems_and_tables(tiny_bundle: Any, tmp_path: Path) -> None
         assert asked == questions and folder.is_dir()
         return "| lengths |", {f"{key}": len(given.texts) for key, given in answers.items()}
 
-    options: dict[str, Any] = {"shorteners": {"shouted": first_words}, "max_new_tokens": 4}
+    options: dict[str, Any] = {"shorteners": {"shouted": first_words}, "max_tokens": 4}
     scored = evaluate_sets(tiny_bundle, {"mine": questions}, (4, 8), tmp_path, extras={"lengths": lengths}, **options)
     systems = [(score.system, score.ratio) for score in scored["mine"].scores]
     assert systems[2:] == [(system, ratio) for ratio in (4, 8) for system in (SOFT, TRUNCATED, "shouted")]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answering import BUDGETED, FULL, NONE, SOFT, TRUNCATED, answer
 from ctx_compress_rag.evaluation.harness import evaluate
@@ -26,7 +27,7 @@ QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)
 
 @pytest.fixture(scope="module")
 def scores(tiny_bundle: Any) -> Any:
-    return evaluate(tiny_bundle, QUESTIONS, (4, 16), max_new_tokens=6, batch_size=2, progress=False)
+    return evaluate(tiny_bundle, QUESTIONS, (4, 16), max_tokens=6, batch_size=2, progress=False)
 
 
 def test_questions_take_the_first_of_each_example_first() -> None:
@@ -54,11 +55,11 @@ def test_every_system_is_scored_at_equal_budgets(tiny_bundle: Any, scores: Any) 
 
 
 def test_full_text_scores_are_those_of_single_answers(tiny_bundle: Any, scores: Any) -> None:
-    decoder = TransformersDecoder(tiny_bundle)
+    decoder = Decoder(tiny_bundle)
     f1 = []
     for q in QUESTIONS:
         chat = messages(TEMPLATES[0], "\n\n".join(q.passages), q.question)
-        f1.append(token_f1(decoder.generate([chat], Sampling(max_new_tokens=6))[0].text, q.answers))
+        f1.append(token_f1(decoder.generate([chat], Sampling(max_tokens=6))[0].text, q.answers))
     assert scores[0].f1 == pytest.approx(np.mean(f1))
 
 
@@ -66,18 +67,18 @@ def test_a_token_budget_is_scored_with_as_many_tokens_and_the_cosines_of_passage
     tiny_bundle: Any, tmp_path: Path
 ) -> None:
     encoder = load_minilm()
-    options: dict[str, Any] = {"encoder": encoder, "max_new_tokens": 6, "progress": False}
+    options: dict[str, Any] = {"encoder": encoder, "max_tokens": 6, "progress": False}
     answers = answer(tiny_bundle, QUESTIONS, (16,), [NONE, SOFT, BUDGETED], **options)
     assert answers[BUDGETED, 16].prompt_tokens <= answers[SOFT, 16].prompt_tokens
     store = SoftContextStore(tmp_path, tiny_bundle)
-    decoder = TransformersDecoder(tiny_bundle, store)
+    decoder = Decoder(tiny_bundle, store)
     for q, given in zip(QUESTIONS, answers[BUDGETED, 16].texts, strict=True):
         asked = encoder.encode(q.question)
         cosines = [float(encoder.similarity(asked, encoder.encode(passage))) for passage in q.passages]
         budget = sum(-(-len(plain_ids(tiny_bundle, passage)) // 16) for passage in q.passages)
         texts = mark(store, q.passages, token_budget=budget, scores=cosines)
         chat = messages(TEMPLATES[0], "\n\n".join(texts), q.question)
-        assert given == decoder.generate([chat], Sampling(max_new_tokens=6))[0].text.strip()
+        assert given == decoder.generate([chat], Sampling(max_tokens=6))[0].text.strip()
     with pytest.raises(ConfigError, match=f"{BUDGETED} needs a sentence encoder"):
         answer(tiny_bundle, QUESTIONS, (16,), [BUDGETED])
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import chromadb
 import torch
 from torch import Tensor
 
+from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.store.scope import record_id
 
 PASSAGES = {
@@ -58,6 +59,12 @@ def by_transformers(model: Any, tokenizer: Any, prompt: Any, new_tokens: int) ->
     given = torch.tensor([ids])
     out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False)
     return str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+
+
+def apart(decoder: Any, prompt: Any, sampling: Sampling) -> Generation:
+    """The answer in passes of its own, by transformers' `generate`: what a thread gets that holds the model."""
+    with decoder.bundle.backbone.lock:
+        return cast(Generation, decoder.generate([prompt], sampling)[0])
 
 
 @contextmanager

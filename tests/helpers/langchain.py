@@ -21,8 +21,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from pydantic import BaseModel, Field
 
-from ctx_compress_rag import SoftContextStore, TransformersDecoder
-from ctx_compress_rag.decoding.decoder import Sampling
+from ctx_compress_rag import Decoder, SoftContextStore
+from ctx_compress_rag.decoding.sampling import Sampling
 from helpers.decoding import held
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 
@@ -113,7 +113,7 @@ def joined(documents: list[Document]) -> str:
 
 
 def direct(app: App, chat: list[dict[str, str]]) -> str:
-    return TransformersDecoder(app.bundle, app.store).generate([chat], Sampling(max_new_tokens=TOKENS))[0].text
+    return Decoder(app.bundle, app.store).generate([chat], Sampling(max_tokens=TOKENS))[0].text
 
 
 def rag(app: App, llm: Any = None) -> Any:

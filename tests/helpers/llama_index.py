@@ -19,7 +19,8 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChat
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from helpers.langchain import QUESTION, TEXTS
@@ -112,7 +113,7 @@ class App:
 
     def answer(self, prompt: Any) -> Any:
         """What the decoder itself makes of a prompt."""
-        return TransformersDecoder(self.bundle, self.store).generate([prompt], Sampling(MAX_TOKENS))[0]
+        return Decoder(self.bundle, self.store).generate([prompt], Sampling(max_tokens=MAX_TOKENS))[0]
 
     def tokens(self, text: str) -> int:
         return len(self.bundle.tokenizer(text, add_special_tokens=False)["input_ids"])

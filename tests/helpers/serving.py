@@ -14,7 +14,8 @@ import httpx
 import openai
 import uvicorn
 
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.server.run import configuration, listen
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
@@ -73,9 +74,9 @@ def marker(store: SoftContextStore, name: str, scope: str = "anna") -> str:
     return store.marker(store.ensure([TEXTS[name]])[0], 8, scope)
 
 
-def directly(decoder: TransformersDecoder, prompt: Any, scope: str = "anna", **sampling: Any) -> Any:
+def directly(decoder: Decoder, prompt: Any, scope: str = "anna", **sampling: Any) -> Any:
     with in_scope(scope):
-        return decoder.generate([prompt], Sampling(**{"max_new_tokens": 12, **sampling}))[0]
+        return decoder.generate([prompt], Sampling(**{"max_tokens": 12, **sampling}))[0]
 
 
 def chat(store: SoftContextStore, name: str = "tower") -> list[Any]:

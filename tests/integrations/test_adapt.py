@@ -15,7 +15,7 @@ from peft import PeftConfig
 from ctx_compress_rag.adaptation.adapt import adapt, with_adapter
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import marker as markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, save_predictor
@@ -27,7 +27,7 @@ from helpers.langchain import QUESTION, TOKENS, App, open_app
 @pytest.fixture(scope="module")
 def update(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> PredictedUpdate:
     folder = save_predictor(talkative, tmp_path_factory.mktemp("predictor"))
-    return PredictedUpdate.from_pretrained(folder, TransformersDecoder(talkative))
+    return PredictedUpdate.from_pretrained(folder, Decoder(talkative))
 
 
 @FRAMEWORKS
@@ -37,7 +37,7 @@ async def test_it_answers_with_the_predicted_update(app: App, update: PredictedU
     before = framework.ask(llm, QUESTION)
     weights = {name: p.clone() for name, p in app.bundle.backbone.model.named_parameters()}
     adapted = adapt(llm, DEMONSTRATIONS, update)
-    plain = merged_copy(app.bundle.backbone.model, update.adapt(TransformersDecoder(app.bundle), DEMONSTRATIONS))
+    plain = merged_copy(app.bundle.backbone.model, update.adapt(Decoder(app.bundle), DEMONSTRATIONS))
     expected = by_transformers(plain, app.bundle.tokenizer, [{"role": "user", "content": QUESTION}], TOKENS), 0
     assert await every_way(framework, adapted, QUESTION) == {expected} != {before}
     assert type(adapted) is type(llm) and adapted.max_tokens == llm.max_tokens
@@ -84,7 +84,7 @@ def test_demonstrations_are_read_from_the_store(talkative: Any, tmp_path: Path) 
     assert len(app.store) == len(passages)
     with markers.scope("anna"):
         marked = [demonstration.marked(app.store, 8) for demonstration in DEMONSTRATIONS]
-        expected = update.adapt(TransformersDecoder(app.bundle, app.store), marked)
+        expected = update.adapt(Decoder(app.bundle, app.store), marked)
     assert all(torch.equal(got.a[n], expected.a[n]) and torch.equal(got.b[n], expected.b[n]) for n in expected.a)
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_adapted_says_so(app: App, update: PredictedUpdate) -> No
     with pytest.raises(ConfigError, match="nothing to adapt to"):
         adapt(app.llm(), [], update)
     with pytest.raises(ConfigError, match="http://localhost:1"):
-        adapt(app.llm(server="http://localhost:1"), DEMONSTRATIONS, update)
+        adapt(app.llm(engine="http://localhost:1"), DEMONSTRATIONS, update)
     # LangChain would make a new model from the options alone.
     with pytest.raises(ConfigError, match=r"max_tokens to bind\(\)"):
         adapt(app.llm(), DEMONSTRATIONS, update).configurable_fields(max_tokens=ConfigurableField(id="longest"))

@@ -53,7 +53,7 @@ def test_none_leaves_what_there_is(ask: Ask) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 2**70), ("temperature", "warm"), ("max_tokens", 0), ("top_k", -1), ("top_p", 2), ("stop", [1])],
+    [("seed", 2**70), ("temperature", "warm"), ("max_tokens", 0), ("top_k", -2), ("top_p", 2), ("stop", [1])],
 )
 def test_impossible_values_are_refused_everywhere(ask: Ask, name: str, value: Any) -> None:
     for own, given in (({name: value}, {}), ({}, {name: value})):
@@ -61,10 +61,10 @@ def test_impossible_values_are_refused_everywhere(ask: Ask, name: str, value: An
             ask(own, given)
 
 
-def test_unknown_options_are_named_with_those_there_are(ask: Ask) -> None:
-    with pytest.raises(ConfigError, match=r"'max_length'.*max_tokens, temperature"):
+def test_an_unknown_option_is_named_with_the_nearest(ask: Ask) -> None:
+    with pytest.raises(ConfigError, match="'max_length'.*'max_tokens'"):
         ask({}, {"max_length": 3})
-    with pytest.raises(ConfigError, match="max_length"):
+    with pytest.raises(ConfigError, match="'max_length'.*'max_tokens'"):
         ask({"max_length": 3}, {})
 
 
@@ -102,8 +102,8 @@ def test_what_the_decoder_is_made_with_cannot_change(app: App, framework: Any) -
     with pytest.raises(ConfigError, match="batch_size"):
         framework.llm(store=app.store, batch_size=0)
     llm = framework.llm(store=app.store, batch_size=3)
-    assert llm.decoder.batch_size == 3 and llm.decoder.bundle is app.bundle
-    for name, value in {"store": app.store, "on_unreadable": "text", "batch_size": 2, "server": "http://x"}.items():
+    assert llm.decoder.engine.batch_size == 3 and llm.decoder.bundle is app.bundle
+    for name, value in {"store": app.store, "on_unreadable": "text", "batch_size": 2, "engine": "http://x"}.items():
         with pytest.raises(ValueError, match=f"{name}\n.*frozen"):
             setattr(llm, name, value)
     llm.max_tokens = 1

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import TokenCompressor, Tokenized, padded
@@ -184,7 +185,7 @@ def test_the_decoder_answers_from_several_passages(make: Callable[..., Bundle], 
         for texts in (PASSAGES[:3], PASSAGES[1:3], PASSAGES[:1]):
             context = "\n\n".join(mark(store, texts, ratio=4, question=QUESTION))
             chats.append([{"role": "user", "content": f"{context}\n\nQuestion: {QUESTION}"}])
-        made = TransformersDecoder(bundle, store).generate(chats, Sampling(max_new_tokens=TOKENS))
+        made = Decoder(bundle, store).generate(chats, Sampling(max_tokens=TOKENS))
         for chat, generation in zip(chats, made, strict=True):
             assert (generation.text, generation.slots) == plain_answer(store, chat)
     assert len({generation.text for generation in made}) > 1

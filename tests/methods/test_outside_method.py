@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
@@ -87,7 +87,7 @@ def test_a_method_from_outside_is_trained_saved_loaded_stored_and_asked(
     ids = bundle.tokenizer(PASSAGE, add_special_tokens=False)["input_ids"]
     torch.testing.assert_close(soft.slots, gain * bundle.backbone.embeddings.weight.detach()[ids[::4]])
     store = SoftContextStore(str(tmp_path / "chroma"), bundle)
-    decoder = TransformersDecoder(bundle, store)
+    decoder = Decoder(bundle, store)
     [answer] = decoder.generate([f"{mark(store, [PASSAGE])[0]} Who built the harbour?"])
     assert answer.slots == soft.n_slots and answer.completion_tokens > 0
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.methods.ram.parts import RecentParts, SkimmedPart
@@ -78,11 +79,11 @@ def test_slots_that_went_are_a_clear_error(bundle: Bundle, tiny_tokenizer: Any, 
         marked = ask(store)
     same = close_bundle(tiny_tokenizer)
     with SoftContextStore(tmp_path, same, key=KEY) as elsewhere:
-        decoder = TransformersDecoder(same, elsewhere)
+        decoder = Decoder(same, elsewhere)
         chat = [{"role": "user", "content": marked[0]}]
         for call in (
             lambda: expand(elsewhere, marked[0]),
-            lambda: decoder.generate([chat], Sampling(max_new_tokens=1)),
+            lambda: decoder.generate([chat], Sampling(max_tokens=1)),
         ):
             with pytest.raises(MissingPassageError, match="retrieve again"):
                 call()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.harness import evaluate
@@ -114,7 +115,7 @@ def test_nothing_is_lost_and_k_segments_are_kept(
     kept_tokens = tokens - sum(s.n_tokens for s in store.bundle.compressor.fetch(store, found))
     assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
     # The prompt's size, but for the edges of kept runs, which are tokenized with the prompt.
-    size = sum(len(TransformersDecoder(bundle, store).token_ids(text)) for text in marked)
+    size = sum(len(Decoder(bundle, store).preparer.token_ids(text)) for text in marked)
     # An emoji's bytes, at either edge of a run; one that is such bytes and nothing else has no text.
     runs = max(len(texts), min(k, 1))
     assert abs(size - (kept_tokens + skimmed)) <= 6 * runs
@@ -184,7 +185,7 @@ def test_training_and_asking_give_the_decoder_the_same(
             context = "\n\n".join(mark(store, PASSAGES, ratio=ratio, question=QUESTION))
             with prefills(made.reader.own) as answered:
                 prompt = messages(template, context, QUESTION)
-                [done] = TransformersDecoder(made, store).generate([prompt], Sampling(max_new_tokens=1))
+                [done] = Decoder(made, store).generate([prompt], Sampling(max_tokens=1))
             answer = len(plain_ids(made, "Oda Brink<|end|>"))
             torch.testing.assert_close(trained[0][:-answer], answered[0], atol=1e-5, rtol=1e-5)
             assert len(answered[0]) == done.prompt_tokens
@@ -193,7 +194,7 @@ def test_training_and_asking_give_the_decoder_the_same(
 
 def test_every_budget_is_what_close_reading_takes(bundle: Bundle) -> None:
     questions = [Question(tuple(PASSAGES), q, ("Oda Brink",)) for q in (QUESTION, "Who was a mason?")]
-    scores = evaluate(bundle, questions, (2, 4, 3), codec="fp16", max_new_tokens=2, progress=False)
+    scores = evaluate(bundle, questions, (2, 4, 3), codec="fp16", max_tokens=2, progress=False)
     by = {(s.system, s.ratio): s.prompt_tokens for s in scores}
     assert list(by) == [(FULL, None), (NONE, None), *[(s, r) for r in (2, 4, 3) for s in (SOFT, TRUNCATED)]]
     assert by[SOFT, 4] < by[SOFT, 3] < by[SOFT, 2] < by[FULL, None]

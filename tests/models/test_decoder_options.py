@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.store import SoftContextStore
@@ -32,7 +33,7 @@ def test_the_dtype_is_the_one_asked_for(folder: Path, dtype: Any) -> None:
         assert torch.equal(weight, whole.backbone.own_state()[name].to(wanted))
     [soft] = loaded.compress(["Orla kept bees in Pellmouth."])
     assert torch.isfinite(loaded.embed(soft)).all()
-    assert TransformersDecoder(loaded).generate(["Who kept bees?"], Sampling(3))[0].completion_tokens
+    assert Decoder(loaded).generate(["Who kept bees?"], Sampling(max_tokens=3))[0].completion_tokens
 
 
 def test_the_attention_is_the_one_asked_for(folder: Path) -> None:
@@ -40,7 +41,7 @@ def test_the_attention_is_the_one_asked_for(folder: Path) -> None:
     for name in ("eager", "sdpa"):
         bundle = Bundle.from_pretrained(folder, attn_implementation=name)
         assert bundle.backbone.model.config._attn_implementation == name
-        answers.append(TransformersDecoder(bundle).generate(["Who kept bees?"], Sampling(6)))
+        answers.append(Decoder(bundle).generate(["Who kept bees?"], Sampling(max_tokens=6)))
     assert answers[0] == answers[1]
 
 
@@ -61,8 +62,8 @@ def test_impossible_options_are_named(folder: Path, option: str, value: Any) -> 
 
 def test_a_device_map_places_the_decoder(folder: Path) -> None:
     plain, mapped = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, device_map="auto")
-    assert TransformersDecoder(mapped).generate(["Who kept bees?"], Sampling(6)) == TransformersDecoder(plain).generate(
-        ["Who kept bees?"], Sampling(6)
+    assert Decoder(mapped).generate(["Who kept bees?"], Sampling(max_tokens=6)) == Decoder(plain).generate(
+        ["Who kept bees?"], Sampling(max_tokens=6)
     )
     with pytest.raises(ConfigError, match="device='cpu' and device_map='auto': give one"):
         Bundle.from_pretrained(folder, device="cpu", device_map="auto")
@@ -86,7 +87,7 @@ def test_packed_weights_answer_from_slots_and_are_not_saved(
     assert 0 < (found - expected).abs().max() < 0.05 * expected.abs().max()
     store = SoftContextStore(tmp_path / "chroma", plain)
     store.add(["Orla kept bees in Pellmouth."], ["orla"], progress=False)
-    answer = TransformersDecoder(packed, store).generate([f"{store.marker('orla', 4)} Who kept bees?"], Sampling(3))
+    answer = Decoder(packed, store).generate([f"{store.marker('orla', 4)} Who kept bees?"], Sampling(max_tokens=3))
     assert answer[0].slots
     with pytest.raises(ConfigError, match="quantized: load the bundle without"):
         packed.save_pretrained(tmp_path / "saved")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ctx_compress_rag import Bundle, SoftContextStore, TransformersDecoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import prompt_of
@@ -28,9 +28,9 @@ def reference(name: str) -> dict[str, Tensor]:
 def asked(bundle: Bundle, folder: Path, texts: list[str]) -> Prompt:
     """The prompt that asks about texts through a store, with slots that no codec has rounded."""
     with SoftContextStore(folder, bundle) as store:
-        decoder = TransformersDecoder(bundle, store)
+        decoder = Decoder(bundle, store)
         chat = prompt_of(bundle.config.template, mark(store, texts), TEXTS["question"])
-        [prompt] = decoder.prepare([chat])
+        [prompt] = decoder.preparer.prepare([chat])
     exact = iter([bundle.embed(soft) for soft in bundle.compress(texts)])
     pieces = tuple(next(exact) if piece.is_floating_point() else piece for piece in prompt.pieces)
     return replace(prompt, pieces=pieces)

@@ -13,10 +13,10 @@ from llama_index.core import PromptTemplate, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from safetensors.torch import load_file
 
-from ctx_compress_rag import Bundle, SoftContextStore, TransformersDecoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.decoding.decoder import Sampling
 from ctx_compress_rag.decoding.export import export
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.marking.mark import mark
@@ -76,10 +76,10 @@ def test_a_batch_and_a_training_step_have_the_slots_of_each_passage_alone(bundle
 def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Path) -> None:
     """The vectors around slots are positions of the prompt; a budget holds with them."""
     with SoftContextStore(tmp_path, bundle) as store:
-        decoder = TransformersDecoder(bundle, store)
+        decoder = Decoder(bundle, store)
         chat = prompt_of(bundle.config.template, mark(store, PASSAGES), TEXTS["question"])
-        [prompt] = decoder.prepare([chat])
-        assert decoder.count_chat_tokens(chat) == prompt.length
+        [prompt] = decoder.preparer.prepare([chat])
+        assert decoder.preparer.count_chat_tokens(chat) == prompt.length
         markers = [part for part in store.split(chat[-1]["content"]) if isinstance(part, Marker)]
         assert prompt.slots == sum(bundle.reader.positions(marker.slots) for marker in markers)
         whole = sum(len(bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES)
@@ -91,7 +91,7 @@ def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Pat
                 assert str(budget) in str(error)
                 continue
             fitting += 1
-            assert sum(len(decoder.token_ids(text)) for text in shown) <= budget
+            assert sum(len(decoder.preparer.token_ids(text)) for text in shown) <= budget
         assert fitting
 
 
@@ -100,10 +100,10 @@ def test_both_frameworks_ask_as_it_was_trained(bundle: Bundle, tmp_path: Path) -
     texts, question = TEXTS["prompts"]["several"], TEXTS["question"]
     with SoftContextStore(tmp_path, bundle) as store:
         chat = prompt_of(bundle.config.template, mark(store, texts), question)
-        [expected] = TransformersDecoder(bundle, store).generate([chat], Sampling(max_new_tokens=TOKENS))
+        [expected] = Decoder(bundle, store).generate([chat], Sampling(max_tokens=TOKENS))
         assert expected.slots and expected.text
         # LangChain joins a stream, in which bytes that are no text may look different; random weights write such bytes.
-        *pieces, _ = TransformersDecoder(bundle, store).stream(chat, Sampling(max_new_tokens=TOKENS))
+        *pieces, _ = Decoder(bundle, store).stream(chat, Sampling(max_tokens=TOKENS))
 
         model = ChatCompressedContext(store=store, max_tokens=TOKENS)
         documents = [Document(page_content=text, id=f"a{i}") for i, text in enumerate(texts)]
@@ -160,6 +160,6 @@ def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) ->
     holed = builder.holed_prompt(Example(tuple(texts), (Turn(TEXTS["question"], ("",)),)), config.template)
     with SoftContextStore(tmp_path, bundle) as store:
         chat = prompt_of(config.template, mark(store, texts), TEXTS["question"])
-        [prompt] = TransformersDecoder(bundle, store).prepare([chat])
+        [prompt] = Decoder(bundle, store).preparer.prepare([chat])
     trained = holed.fill([bundle.embed(soft) for soft in bundle.compress(texts)])
     assert torch.equal(trained.ids()[~trained.answers], prompt.ids())

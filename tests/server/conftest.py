@@ -10,7 +10,7 @@ import chromadb
 import pytest
 
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.guard import Limits
@@ -38,12 +38,12 @@ def store(talkative: Any) -> SoftContextStore:
 
 
 @pytest.fixture(scope="module")
-def decoder(talkative: Any, store: SoftContextStore) -> TransformersDecoder:
-    return TransformersDecoder(talkative, store)
+def decoder(talkative: Any, store: SoftContextStore) -> Decoder:
+    return Decoder(talkative, store)
 
 
 @pytest.fixture(scope="module")
-def url(decoder: TransformersDecoder) -> Iterator[str]:
+def url(decoder: Decoder) -> Iterator[str]:
     app = create_app(decoder, ApiKeys({ANNA: "anna", BERT: "bert"}), Limits(body_bytes=100_000, answer_tokens=12))
     with listening(app) as address:
         yield address

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.server.api_keys import KEYS_VARIABLE, find_keys
 from ctx_compress_rag.server.app import create_app
@@ -73,7 +73,7 @@ def closed(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize(("first", "more"), [(b"", b""), (b"GET /h", b"eal"), (REQUEST + b"GET /h", b"eal")])
 def test_a_head_that_does_not_come_is_not_waited_for(
-    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch, first: bytes, more: bytes
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, first: bytes, more: bytes
 ) -> None:
     """Neither at the beginning, nor sent byte by byte, nor after another request."""
     monkeypatch.setattr(LimitedProtocol, "head_seconds", 0.5)
@@ -86,9 +86,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(
         assert closed(connection)
 
 
-def test_connections_without_a_request_are_limited(
-    decoder: TransformersDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_without_a_request_are_limited(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LimitedProtocol, "most", 3)
     with listening(create_app(decoder)) as url, connected(url), connected(url), connected(url), connected(url) as last:
         assert closed(last)
@@ -138,7 +136,7 @@ def asked(url: str, headers: dict[str, str], path: str = "/v1/models") -> int:
     return httpx.get(url + path, headers=headers).status_code
 
 
-def test_without_keys_only_names_of_this_machine_are_served(decoder: TransformersDecoder) -> None:
+def test_without_keys_only_names_of_this_machine_are_served(decoder: Decoder) -> None:
     """A web page whose name leads to this machine could read the store."""
     with listening(create_app(decoder, hosts=["Box.lan"])) as url:
         for name in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000", "box.lan", "BOX.lan:80"):
@@ -158,9 +156,7 @@ def test_with_keys_every_name_is_served(url: str) -> None:
     assert asked(url, {"Host": "box.example", "Authorization": f"Bearer {ANNA}"}) == 200
 
 
-def test_a_page_cannot_send_what_a_browser_does_not_ask_for(
-    decoder: TransformersDecoder, store: SoftContextStore
-) -> None:
+def test_a_page_cannot_send_what_a_browser_does_not_ask_for(decoder: Decoder, store: SoftContextStore) -> None:
     """A form or a plain `fetch` needs no permission of the server, which has to refuse by the origin."""
     before = len(store)
     with listening(create_app(decoder, limits=Limits(answer_tokens=2))) as url:

@@ -81,7 +81,7 @@ def test_sixty_four_clients_for_two_minutes_in_flat_memory(index: Path) -> None:
         (["--max-body", "0"], "body_bytes=0"),
         (["--collection", "docs"], "give --bundle"),
         (["--port", "99999"], "--port"),
-        (["--server", "http://localhost:1", "--batch-size", "4"], "--server and --batch-size"),
+        (["--engine", "http://localhost:1", "--batch-size", "4"], "batch_size"),
         (["--host", "192.0.2.1", "--api-keys", "keys"], "192.0.2.1:8000"),
         (["--allowed-host", "box.lan", "--api-keys", "keys"], "--allowed-host box.lan"),
     ],

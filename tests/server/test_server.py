@@ -13,7 +13,8 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.guard import Limits
@@ -23,9 +24,7 @@ from helpers.langchain import QUESTION, TEXTS, Tower
 from helpers.serving import ANNA, BERT, WAIT, chat, client, directly, json_format, listening, marker, post
 
 
-def test_a_chat_completion_is_the_decoders_own_answer(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder
-) -> None:
+def test_a_chat_completion_is_the_decoders_own_answer(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     expected = directly(decoder, chat(store))
     assert expected.slots > 0
     reply = client(url).chat.completions.create(model="tiny", messages=chat(store))
@@ -40,17 +39,17 @@ def test_a_chat_completion_is_the_decoders_own_answer(
     assert reply.usage.model_extra == {"slots": expected.slots}
 
 
-def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+def test_options_reach_the_decoder(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     free = directly(decoder, chat(store)).text
     stop = free[4:7]
     options = {"max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3}
     for given, sampling in (
         ({"stop": ["nothing", stop]}, {"stop": ("nothing", stop)}),
-        ({"max_completion_tokens": 3, "max_tokens": 5}, {"max_new_tokens": 3}),
-        ({"max_tokens": 9, "extra_body": {"extractive": True}}, {"max_new_tokens": 9, "extractive": True}),
+        ({"max_completion_tokens": 3, "max_tokens": 5}, {"max_tokens": 3}),
+        ({"max_tokens": 9, "extra_body": {"extractive": True}}, {"max_tokens": 9, "extractive": True}),
         (
             {**options, "extra_body": {"top_k": 7}},
-            {"max_new_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3, "top_k": 7},
+            {"max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": 3, "top_k": 7},
         ),
     ):
         reply = client(url).chat.completions.create(model="tiny", messages=chat(store), **given)  # type: ignore[call-overload]
@@ -75,7 +74,7 @@ def test_answers_are_json_of_the_schema(url: str, store: SoftContextStore) -> No
     assert (loose.message.content or "").startswith("{")
 
 
-def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     parts = [{"type": "text", "text": marker(store, "mill")}, {"type": "text", "text": " Who?"}]
     messages: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     same = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": marker(store, "mill") + " Who?"}]
@@ -83,9 +82,7 @@ def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: Tra
     assert reply.choices[0].message.content == directly(decoder, same).text
 
 
-def test_an_answer_goes_back_as_the_client_has_it(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder
-) -> None:
+def test_an_answer_goes_back_as_the_client_has_it(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     """With a null for each field that the answer lacks; null options, too, are absent."""
     messages = chat(store)
     answer = client(url).chat.completions.create(model="tiny", messages=messages).choices[0].message
@@ -103,7 +100,7 @@ def test_an_answer_goes_back_as_the_client_has_it(
             assert reply.json()["choices"][0]["message"]["content"] == expected
 
 
-def test_logprobs_are_those_of_the_decoder(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+def test_logprobs_are_those_of_the_decoder(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     expected = directly(decoder, chat(store), logprobs=True, top_logprobs=2).logprobs
     asked: dict[str, Any] = {"model": "tiny", "messages": chat(store), "logprobs": True, "top_logprobs": 2}
     whole = client(url).chat.completions.create(**asked).choices[0].logprobs
@@ -115,9 +112,7 @@ def test_logprobs_are_those_of_the_decoder(url: str, store: SoftContextStore, de
         assert {len(each.top_logprobs) for each in found.content} == {2}
 
 
-def test_completions_take_raw_prompts_one_or_several(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder
-) -> None:
+def test_completions_take_raw_prompts_one_or_several(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     prompts = [f"{marker(store, 'ferry')} When?", "Who kept bees?"]
     reply = client(url).completions.create(model="tiny", prompt=prompts)
     expected = [directly(decoder, prompt) for prompt in prompts]
@@ -128,9 +123,7 @@ def test_completions_take_raw_prompts_one_or_several(
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_streams_give_the_answer_in_pieces(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder, kind: str
-) -> None:
+def test_streams_give_the_answer_in_pieces(url: str, store: SoftContextStore, decoder: Decoder, kind: str) -> None:
     prompt: Any = chat(store) if kind == "chat" else "Who kept bees?"
     expected = directly(decoder, prompt)
     asked: Any = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
@@ -147,7 +140,7 @@ def test_streams_give_the_answer_in_pieces(
     assert len({c.id for c in chunks}) == 1
 
 
-def test_langchains_client(url: str, store: SoftContextStore, decoder: TransformersDecoder) -> None:
+def test_langchains_client(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     llm = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key=SecretStr(ANNA), max_retries=0)
     text = f"{marker(store, 'tower')}\n\n{QUESTION}"
     expected = directly(decoder, [{"role": "user", "content": text}])
@@ -163,7 +156,7 @@ def test_langchains_client(url: str, store: SoftContextStore, decoder: Transform
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_stops_the_decoder(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder, stream: bool
+    url: str, store: SoftContextStore, decoder: Decoder, stream: bool
 ) -> None:
     passes: list[int] = []
     handle = decoder.bundle.backbone.model.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -192,7 +185,7 @@ def running(url: str) -> float:
     return float(line.split()[1])
 
 
-def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder: TransformersDecoder) -> None:
+def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder: Decoder) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "stream": True}
     with held(decoder.bundle):
         with pytest.raises(httpx.ReadTimeout):
@@ -201,9 +194,7 @@ def test_who_goes_before_the_first_piece_gives_the_place_back(url: str, decoder:
     assert 'status="499"' in httpx.get(f"{url}/metrics").text
 
 
-def test_many_texts_keep_no_other_tenant_waiting(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder
-) -> None:
+def test_many_texts_keep_no_other_tenant_waiting(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     texts = [f"House {number} of Stavely was built of oak." for number in range(320)]
 
     def ask(text: str | list[str], key: str) -> float:
@@ -222,7 +213,7 @@ def test_many_texts_keep_no_other_tenant_waiting(
 
 
 def test_of_many_texts_only_the_part_that_has_begun_is_compressed_for_nobody(
-    url: str, store: SoftContextStore, decoder: TransformersDecoder
+    url: str, store: SoftContextStore, decoder: Decoder
 ) -> None:
     texts = [f"Barn {number} of Stavely was built of oak." for number in range(100)]
     with held(decoder.bundle), pytest.raises(httpx.ReadTimeout):
@@ -233,7 +224,7 @@ def test_of_many_texts_only_the_part_that_has_begun_is_compressed_for_nobody(
     store.delete(store.ids("anna"), "anna")
 
 
-def test_what_is_too_much_is_told_to_come_again(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+def test_what_is_too_much_is_told_to_come_again(decoder: Decoder, store: SoftContextStore) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with listening(create_app(decoder, limits=Limits(requests=2, answer_tokens=2))) as url:
 
@@ -251,7 +242,7 @@ def test_what_is_too_much_is_told_to_come_again(decoder: TransformersDecoder, st
         assert ask()
 
 
-def test_stopping_lets_running_answers_end(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+def test_stopping_lets_running_answers_end(decoder: Decoder, store: SoftContextStore) -> None:
     with listening(create_app(decoder)) as url:
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
         stream = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=200, stream=True)
@@ -263,7 +254,7 @@ def test_stopping_lets_running_answers_end(decoder: TransformersDecoder, store: 
     assert pieces[-1].choices[0].finish_reason == "length"
 
 
-def test_no_answer_is_longer_than_the_operator_allows(decoder: TransformersDecoder) -> None:
+def test_no_answer_is_longer_than_the_operator_allows(decoder: Decoder) -> None:
     with listening(create_app(decoder, limits=Limits(longest_answer=5))) as url:
         for asked, got in ((None, 5), (500, 5), (3, 3)):
             messages: Any = [{"role": "user", "content": QUESTION}]
@@ -271,10 +262,10 @@ def test_no_answer_is_longer_than_the_operator_allows(decoder: TransformersDecod
             assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (got, "length")  # type: ignore[union-attr]
 
 
-def test_metrics_say_what_was_done(decoder: TransformersDecoder, store: SoftContextStore) -> None:
+def test_metrics_say_what_was_done(decoder: Decoder, store: SoftContextStore) -> None:
     with listening(create_app(decoder, limits=Limits(answer_tokens=5))) as url:
         asked = [{"role": "user", "content": f"{store.marker(store.ids()[0], 8)} {QUESTION}"}]
-        expected = decoder.generate([asked], Sampling(max_new_tokens=5))[0]
+        expected = decoder.generate([asked], Sampling(max_tokens=5))[0]
         client(url).chat.completions.create(model="tiny", messages=asked)  # type: ignore[arg-type]
         with pytest.raises(openai.BadRequestError):
             client(url).chat.completions.create(model="tiny", messages=[])
@@ -302,6 +293,6 @@ def test_models_are_listed(url: str) -> None:
     assert post(url, "completions", {"model": "other", "prompt": "x"}).status_code == 404
 
 
-def test_a_server_needs_a_store(decoder: TransformersDecoder) -> None:
+def test_a_server_needs_a_store(decoder: Decoder) -> None:
     with pytest.raises(ConfigError, match="has no store"):
-        create_app(TransformersDecoder(decoder.bundle))
+        create_app(Decoder(decoder.bundle))

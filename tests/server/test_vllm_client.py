@@ -1,4 +1,4 @@
-"""server=: what goes to vLLM, byte for byte, what comes back, and what is said where something is wrong."""
+"""engine="http://...": what goes to vLLM, byte for byte, what comes back, and what is said where something is wrong."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.export import export, served
-from ctx_compress_rag.decoding.vllm import ServerDecoder
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, ServerError
 from ctx_compress_rag.store import SoftContextStore
 from helpers.frameworks import FRAMEWORKS, every_way
@@ -25,7 +25,7 @@ from helpers.langchain import TEXTS
 from helpers.serving import WAIT, listening, marker
 from helpers.vllm import KEY, FakeVllm
 
-TOKENS = Sampling(max_new_tokens=10)
+TOKENS = Sampling(max_tokens=10)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def url(fake: FakeVllm) -> Iterator[str]:
 
 
 @pytest.fixture
-def there(talkative: Any, store: SoftContextStore, url: str) -> ServerDecoder:
-    return ServerDecoder(talkative, store, server=url, api_key=KEY, timeout=WAIT)
+def there(talkative: Any, store: SoftContextStore, url: str) -> Decoder:
+    return Decoder(talkative, store, engine=url, api_key=KEY, timeout=WAIT)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def soft(store: SoftContextStore) -> str:
 
 
 def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
-    fake: FakeVllm, there: ServerDecoder, talkative: Any, store: SoftContextStore, soft: str
+    fake: FakeVllm, there: Decoder, talkative: Any, store: SoftContextStore, soft: str
 ) -> None:
     [slots] = store.get(store.ensure([TEXTS["tower"]]))
     assert slots is not None
@@ -58,7 +58,7 @@ def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
     before, after = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("Context: ", " Who built it?"))
     inner = talkative.embed(talkative.at_ratio(slots, 8))
     expected = torch.cat([embed(torch.tensor(before)), inner, embed(torch.tensor(after))])
-    there.generate([soft], Sampling(4, stop=("END",), seed=3, temperature=0.5, top_p=0.9, top_k=7))
+    there.generate([soft], Sampling(max_tokens=4, stop=("END",), seed=3, temperature=0.5, top_p=0.9, top_k=7))
     [body] = fake.bodies
     sent = base64.b64decode(body.pop("prompt_embeds"))
     assert torch.equal(torch.load(io.BytesIO(sent), weights_only=True), expected)
@@ -83,31 +83,29 @@ def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
     }
 
 
-def test_text_goes_as_token_ids_to_the_decoder_itself(fake: FakeVllm, there: ServerDecoder, talkative: Any) -> None:
-    there.generate(["Who kept bees?"], Sampling(2, stop=("<|user|>",)))
+def test_text_goes_as_token_ids_to_the_decoder_itself(fake: FakeVllm, there: Decoder, talkative: Any) -> None:
+    there.generate(["Who kept bees?"], Sampling(max_tokens=2, stop=("<|user|>",)))
     [body] = fake.bodies
     assert body["model"] == "tiny" and "prompt_embeds" not in body
     assert body["prompt"] == talkative.tokenizer("Who kept bees?")["input_ids"]
     assert body["stop_token_ids"] == [talkative.tokenizer.convert_tokens_to_ids("<|user|>")]
 
 
-def test_a_form_goes_without_fields_that_nobody_asked_for(fake: FakeVllm, there: ServerDecoder) -> None:
+def test_a_form_goes_without_fields_that_nobody_asked_for(fake: FakeVllm, there: Decoder) -> None:
     schema = {"type": "object", "properties": {"arches": {"type": "integer"}}}
-    there.generate(["How many?"], Sampling(2, json_schema=json.dumps(schema)))
+    there.generate(["How many?"], Sampling(max_tokens=2, json_schema=json.dumps(schema)))
     [body] = fake.bodies
     sent = body["response_format"]
     assert sent["type"] == "json_schema" and sent["json_schema"]["schema"] == {**schema, "additionalProperties": False}
     for sampling, message in (
-        (Sampling(2, json_schema="no json"), "json_schema="),
-        (Sampling(2, extractive=True), "extractive"),
+        (Sampling(max_tokens=2, json_schema="no json"), "json_schema="),
+        (Sampling(max_tokens=2, extractive=True), "extractive"),
     ):
         with pytest.raises(ConfigError, match=message):
             there.generate(["How many?"], sampling)
 
 
-def test_answers_and_streams_are_those_of_the_decoder_here(
-    there: ServerDecoder, decoder: TransformersDecoder, soft: str
-) -> None:
+def test_answers_and_streams_are_those_of_the_decoder_here(there: Decoder, decoder: Decoder, soft: str) -> None:
     prompts: list[Any] = [soft, "Who kept bees?", [{"role": "user", "content": soft}]]
     expected = decoder.generate(prompts, TOKENS)
     assert there.generate(prompts, TOKENS) == expected
@@ -116,8 +114,8 @@ def test_answers_and_streams_are_those_of_the_decoder_here(
         assert last == answer and "".join(map(str, pieces)) == answer.text and len(pieces) > 3
 
 
-def test_logprobs_are_those_of_the_decoder_here(there: ServerDecoder, decoder: TransformersDecoder, soft: str) -> None:
-    sampling = Sampling(max_new_tokens=6, logprobs=True, top_logprobs=2)
+def test_logprobs_are_those_of_the_decoder_here(there: Decoder, decoder: Decoder, soft: str) -> None:
+    sampling = Sampling(max_tokens=6, logprobs=True, top_logprobs=2)
     expected = decoder.generate([soft, "Who?"], sampling)
     for here, answer in zip(expected, there.generate([soft, "Who?"], sampling), strict=True):
         assert here.logprobs
@@ -127,22 +125,22 @@ def test_logprobs_are_those_of_the_decoder_here(there: ServerDecoder, decoder: T
 
 
 def test_a_decoders_settings_go_to_the_server_or_are_refused(
-    fake: FakeVllm, there: ServerDecoder, talkative: Any, monkeypatch: pytest.MonkeyPatch
+    fake: FakeVllm, there: Decoder, talkative: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for settings, sent in (({"repetition_penalty": 1.3}, 1.3), ({}, 1.0)):
         monkeypatch.setattr(talkative.backbone.model, "generation_config", GenerationConfig(**settings))
-        there.generate(["Who?"], Sampling(1))
-        there.generate(["Who?"], Sampling(1, decoder_settings=False))
+        there.generate(["Who?"], Sampling(max_tokens=1))
+        there.generate(["Who?"], Sampling(max_tokens=1, decoder_settings=False))
         assert [body["repetition_penalty"] for body in fake.bodies[-2:]] == [sent, 1.0]
     monkeypatch.setattr(talkative.backbone.model, "generation_config", GenerationConfig(suppress_tokens=[5]))
     with pytest.raises(ConfigError, match="suppress_tokens.*decoder_settings=False"):
-        there.generate(["Who?"], Sampling(1))
-    assert there.generate(["Who?"], Sampling(1, decoder_settings=False))
+        there.generate(["Who?"], Sampling(max_tokens=1))
+    assert there.generate(["Who?"], Sampling(max_tokens=1, decoder_settings=False))
 
 
-def test_many_at_once_share_connections(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
+def test_many_at_once_share_connections(fake: FakeVllm, there: Decoder, soft: str) -> None:
     for _ in range(12):
-        there.generate([soft], Sampling(1))
+        there.generate([soft], Sampling(max_tokens=1))
     assert len(fake.clients) == 1
     with ThreadPoolExecutor(8) as pool:
         texts = set(pool.map(lambda _: there.generate([soft], TOKENS)[0].text, range(24)))
@@ -154,18 +152,16 @@ async def test_both_frameworks_classes_take_a_server(
     store: SoftContextStore, url: str, soft: str, framework: Any
 ) -> None:
     here = framework.llm(store=store, max_tokens=8)
-    there = framework.llm(store=store, max_tokens=8, server=url, api_key=KEY)
+    there = framework.llm(store=store, max_tokens=8, engine=url, api_key=KEY)
     assert await every_way(framework, there, soft) == {framework.ask(here, soft)}
     assert KEY not in f"{there!r} {there.model_dump()}"
-    with pytest.raises(ConfigError, match="cannot adapt"):
-        there.decoder.with_change(there.decoder.change)
 
 
 # What is checked before it goes
 
 
 def test_a_nan_never_leaves(
-    fake: FakeVllm, there: ServerDecoder, soft: str, monkeypatch: pytest.MonkeyPatch, talkative: Any
+    fake: FakeVllm, there: Decoder, soft: str, monkeypatch: pytest.MonkeyPatch, talkative: Any
 ) -> None:
     embed = talkative.embed
     for value in (float("nan"), float("inf")):
@@ -181,7 +177,7 @@ def test_a_nan_never_leaves(
     assert fake.bodies == []
 
 
-def test_the_servers_window_holds(fake: FakeVllm, there: ServerDecoder, talkative: Any) -> None:
+def test_the_servers_window_holds(fake: FakeVllm, there: Decoder, talkative: Any) -> None:
     one = len(talkative.tokenizer(" bees")["input_ids"])
     with pytest.raises(ConfigError, match="window of 256"):
         there.generate([" bees" * (260 // one)], TOKENS)
@@ -192,16 +188,16 @@ def test_the_servers_window_holds(fake: FakeVllm, there: ServerDecoder, talkativ
 
 def test_impossible_options(talkative: Any) -> None:
     options: dict[str, Any]
-    for options in ({"server": "localhost:8000"}, {"timeout": 0}, {"timeout": float("nan")}, {"max_retries": -1}):
+    for options in ({"engine": "localhost:8000"}, {"timeout": 0}, {"timeout": float("nan")}, {"max_retries": -1}):
         [(name, value)] = options.items()
         with pytest.raises(ConfigError, match=f"{name}={value!r}"):
-            ServerDecoder(talkative, **{"server": "http://127.0.0.1:1", **options})
+            Decoder(talkative, **{"engine": "http://127.0.0.1:1", **options})
 
 
 # What goes wrong there
 
 
-def test_a_server_that_is_busy_or_only_starts_is_asked_again(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
+def test_a_server_that_is_busy_or_only_starts_is_asked_again(fake: FakeVllm, there: Decoder, soft: str) -> None:
     fake.starting += [503, 502]
     fake.faults += [503, 429]
     assert there.generate([soft], TOKENS)[0].text
@@ -223,9 +219,7 @@ def test_a_server_that_is_busy_or_only_starts_is_asked_again(fake: FakeVllm, the
         ("data: 7\n\n", "something other than"),
     ],
 )
-def test_faults_reach_the_caller_once(
-    fake: FakeVllm, there: ServerDecoder, soft: str, fault: Any, message: str
-) -> None:
+def test_faults_reach_the_caller_once(fake: FakeVllm, there: Decoder, soft: str, fault: Any, message: str) -> None:
     for ask in (lambda: there.generate([soft], TOKENS), lambda: list(there.stream(soft, TOKENS))):
         fake.faults.append(fault)
         with pytest.raises(ServerError, match=message):
@@ -235,27 +229,27 @@ def test_faults_reach_the_caller_once(
 
 
 def test_nobody_there_and_no_key(talkative: Any, url: str) -> None:
-    nobody = ServerDecoder(talkative, server="http://127.0.0.1:1", max_retries=0, timeout=5)
+    nobody = Decoder(talkative, engine="http://127.0.0.1:1", max_retries=0, timeout=5)
     with pytest.raises(ServerError, match="check that it is running"):
         nobody.generate(["Who?"], TOKENS)
     with pytest.raises(ServerError, match=r"401.*give the server's api_key") as caught:
-        ServerDecoder(talkative, server=url, api_key="wrong-key").generate(["Who?"], TOKENS)
+        Decoder(talkative, engine=url, api_key="wrong-key").generate(["Who?"], TOKENS)
     assert "wrong-key" not in str(caught.value)
 
 
 def test_a_server_without_the_adapter_is_refused(
-    fake: FakeVllm, there: ServerDecoder, soft: str, monkeypatch: pytest.MonkeyPatch
+    fake: FakeVllm, there: Decoder, soft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake, "names", ["tiny"])
     with pytest.raises(ServerError, match="no model 'tiny-reader'.*ctx-compress export"):
         there.generate([soft], TOKENS)
 
 
-def test_a_stream_left_early_ends_the_request(fake: FakeVllm, there: ServerDecoder, soft: str) -> None:
-    stream = there.stream(soft, Sampling(max_new_tokens=200))
+def test_a_stream_left_early_ends_the_request(fake: FakeVllm, there: Decoder, soft: str) -> None:
+    stream = there.stream(soft, Sampling(max_tokens=200))
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert there.generate([soft], Sampling(2))
+    assert there.generate([soft], Sampling(max_tokens=2))
 
 
 # Export
@@ -303,7 +297,7 @@ def test_methods_that_a_server_cannot_run_are_refused(
     with pytest.raises(ConfigError, match=message):
         export(bundle, tmp_path)
     with pytest.raises(ConfigError, match=message):
-        ServerDecoder(bundle, server="http://127.0.0.1:1")
+        Decoder(bundle, engine="http://127.0.0.1:1")
     assert not list(tmp_path.iterdir())
 
 

@@ -41,7 +41,7 @@ class Server:
     @property
     def fields(self) -> dict[str, str]:
         """What the LLM classes are told of it."""
-        return {"server": self.url, "api_key": KEY}
+        return {"engine": self.url, "api_key": KEY}
 
     def measured(self, name: str) -> float:
         """One of the numbers that vLLM shows of itself, summed over its models."""

@@ -1,4 +1,4 @@
-"""vLLM itself behind `server=`: the same answers as in this process, streams, stops, counts, faults, and `serve`."""
+"""vLLM itself as the engine: the same answers as in this process, streams, stops, counts, faults, and `serve`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.decoding.change import opened
-from ctx_compress_rag.decoding.decoder import Sampling, TransformersDecoder
-from ctx_compress_rag.decoding.splice import splice
-from ctx_compress_rag.decoding.vllm import ServerDecoder
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
+from ctx_compress_rag.decoding.splice import open_model, splice
 from ctx_compress_rag.errors import ConfigError, ServerError
 from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.evaluation.questions import questions_of
@@ -26,17 +25,17 @@ from helpers.serving import listening
 
 PASSAGE = "Here are some facts about Nimbridge. Nimbridge elected Orla Reedwen as its mayor."
 QUESTION = "Who is the mayor of Nimbridge?"
-TOKENS = Sampling(max_new_tokens=16)
+TOKENS = Sampling(max_tokens=16)
 
 
 @pytest.fixture(scope="module")
-def there(vllm: Any, store: SoftContextStore) -> ServerDecoder:
-    return ServerDecoder(vllm.bundle, store, **vllm.fields)
+def there(vllm: Any, store: SoftContextStore) -> Decoder:
+    return Decoder(vllm.bundle, store, **vllm.fields)
 
 
 @pytest.fixture(scope="module")
-def here(vllm: Any, store: SoftContextStore) -> TransformersDecoder:
-    return TransformersDecoder(vllm.bundle, store)
+def here(vllm: Any, store: SoftContextStore) -> Decoder:
+    return Decoder(vllm.bundle, store)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def soft(vllm: Any, store: SoftContextStore) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("ratio", [4, 16, None])
 def test_two_hundred_questions_have_the_answers_of_this_process(
-    there: ServerDecoder, here: TransformersDecoder, store: SoftContextStore, ratio: int | None
+    there: Decoder, here: Decoder, store: SoftContextStore, ratio: int | None
 ) -> None:
     """Where two tokens are as likely as each other up to rounding, either may be taken; nothing else may differ."""
     examples = world_examples("test", 0, 200, max_turns=1, passages=(4,))
@@ -62,22 +61,22 @@ def test_two_hundred_questions_have_the_answers_of_this_process(
     assert len(differ) <= 4 and all(gap < 1e-3 for gap in gaps)
 
 
-def tie(decoder: TransformersDecoder, prompt: Any, one: str, other: str) -> float:
+def tie(decoder: Decoder, prompt: Any, one: str, other: str) -> float:
     """The difference of the two likeliest tokens' logits where the two answers part, by one whole pass."""
     tokenizer, backbone = decoder.bundle.tokenizer, decoder.bundle.backbone
     first, second = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (one, other))
     same = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )
-    [asked] = decoder.prepare([prompt])
+    [asked] = decoder.preparer.prepare([prompt])
     batch = splice(backbone.embeddings, [asked.then(torch.tensor(first[:same], dtype=torch.long))])
-    with torch.no_grad(), opened(decoder.bundle, asked.soft, batch.slot_mask) as model:
+    with torch.no_grad(), open_model(decoder.bundle, asked.soft, batch.slot_mask) as model:
         top = model(**batch.model_inputs()).logits[0, -1].topk(2).values
     return float(top[0] - top[1])
 
 
 def test_chats_raw_prompts_and_streams(
-    there: ServerDecoder, here: TransformersDecoder, store: SoftContextStore, soft: list[dict[str, str]]
+    there: Decoder, here: Decoder, store: SoftContextStore, soft: list[dict[str, str]]
 ) -> None:
     marker = mark(store, [PASSAGE], ratio=8)[0]
     plain = [{"role": "user", "content": QUESTION}]
@@ -96,9 +95,7 @@ def test_chats_raw_prompts_and_streams(
     assert expected[0].slots and "Reedwen" in expected[0].text
 
 
-def test_prompts_with_and_without_slots_at_a_time(
-    there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]
-) -> None:
+def test_prompts_with_and_without_slots_at_a_time(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
     """The server reads them with an adapter and without one, in the same batches."""
     plain = [{"role": "user", "content": QUESTION}]
     expected = here.generate([soft, plain], TOKENS)
@@ -107,20 +104,20 @@ def test_prompts_with_and_without_slots_at_a_time(
         assert there.generate([soft, plain] * 6, TOKENS) == expected * 6
 
 
-def test_stops_lengths_and_counts(there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]) -> None:
+def test_stops_lengths_and_counts(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
     whole = there.generate([soft], TOKENS)[0]
-    cut = there.generate([soft], Sampling(16, stop=("Reedwen",)))[0]
+    cut = there.generate([soft], Sampling(max_tokens=16, stop=("Reedwen",)))[0]
     assert whole.text.startswith(cut.text) and "Reedwen" not in cut.text and cut.finish_reason == "stop"
-    assert cut.text == here.generate([soft], Sampling(16, stop=("Reedwen",)))[0].text
-    one = there.generate([soft], Sampling(1))[0]
+    assert cut.text == here.generate([soft], Sampling(max_tokens=16, stop=("Reedwen",)))[0].text
+    one = there.generate([soft], Sampling(max_tokens=1))[0]
     assert (one.completion_tokens, one.finish_reason) == (1, "length")
     assert (one.prompt_tokens, one.slots) == (whole.prompt_tokens, whole.slots)
-    [asked] = here.prepare([soft])
+    [asked] = here.preparer.prepare([soft])
     assert one.prompt_tokens == asked.length
 
 
-def test_logprobs(there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]) -> None:
-    sampling = Sampling(16, logprobs=True, top_logprobs=2)
+def test_logprobs(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
+    sampling = Sampling(max_tokens=16, logprobs=True, top_logprobs=2)
     for prompt in (soft, QUESTION):
         [answer], [expected] = there.generate([prompt], sampling), here.generate([prompt], sampling)
         assert answer.logprobs and expected.logprobs and answer.text == expected.text
@@ -130,16 +127,19 @@ def test_logprobs(there: ServerDecoder, here: TransformersDecoder, soft: list[di
             assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
 
 
-def test_sampling(there: ServerDecoder, soft: list[dict[str, str]]) -> None:
+def test_sampling(there: Decoder, soft: list[dict[str, str]]) -> None:
     greedy = there.generate([soft], TOKENS)[0].text
-    assert there.generate([soft], Sampling(16, temperature=2.0, top_k=1))[0].text == greedy
-    hot = [there.generate([soft], Sampling(16, temperature=2.0, seed=seed))[0].text for seed in (1, 1, 2, 3, 4, 5)]
+    assert there.generate([soft], Sampling(max_tokens=16, temperature=2.0, top_k=1))[0].text == greedy
+    hot = [
+        there.generate([soft], Sampling(max_tokens=16, temperature=2.0, seed=seed))[0].text
+        for seed in (1, 1, 2, 3, 4, 5)
+    ]
     assert hot[0] == hot[1] and len(set(hot)) > 1
 
 
-def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: ServerDecoder, soft: list[dict[str, str]]) -> None:
+def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: Decoder, soft: list[dict[str, str]]) -> None:
     endless = "One two three one two three one two"
-    pieces = there.stream(endless, Sampling(1500, temperature=2.0, seed=0))
+    pieces = there.stream(endless, Sampling(max_tokens=1500, temperature=2.0, seed=0))
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     until = time.monotonic() + 30
@@ -149,8 +149,8 @@ def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: ServerDecoder, s
     assert there.generate([soft], TOKENS)[0].text
 
 
-def test_what_is_refused(vllm: Any, store: SoftContextStore, there: ServerDecoder) -> None:
-    stranger = ServerDecoder(vllm.bundle, store, server=vllm.url, api_key="guessed")
+def test_what_is_refused(vllm: Any, store: SoftContextStore, there: Decoder) -> None:
+    stranger = Decoder(vllm.bundle, store, engine=vllm.url, api_key="guessed")
     with pytest.raises(ServerError, match="401"):
         stranger.generate([QUESTION], TOKENS)
     with pytest.raises(ConfigError, match="window of 2048"):
@@ -158,9 +158,7 @@ def test_what_is_refused(vllm: Any, store: SoftContextStore, there: ServerDecode
     assert there.generate([QUESTION], TOKENS)
 
 
-async def test_serve_in_front_of_vllm(
-    there: ServerDecoder, here: TransformersDecoder, soft: list[dict[str, str]]
-) -> None:
+async def test_serve_in_front_of_vllm(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
     expected = here.generate([soft], TOKENS)[0]
     with listening(create_app(there)) as url:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=120) as client:
@@ -171,7 +169,7 @@ async def test_serve_in_front_of_vllm(
             stream = await client.chat.completions.create(**asked, stream=True)
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected.text
             raw = await client.completions.create(model="demo", prompt=QUESTION, max_tokens=8)
-            assert raw.choices[0].text == here.generate([QUESTION], Sampling(8))[0].text
+            assert raw.choices[0].text == here.generate([QUESTION], Sampling(max_tokens=8))[0].text
             many = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(32)))
             assert {each.choices[0].message.content for each in many} == {expected.text}
         made = httpx.post(f"{url}/v1/compress", json={"input": ["A new passage about Velmora."]}, timeout=60)

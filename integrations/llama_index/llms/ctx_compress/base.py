@@ -21,7 +21,7 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
@@ -29,10 +29,11 @@ from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, Pro
 from llama_index.core.types import Model
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Generation, Message, Sampling
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
+from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks.llm import DecoderLLM
+from ctx_compress_rag.prompt import Message
 from llama_index.llms.ctx_compress.structured import schema_of
 
 _ROLES = {
@@ -66,8 +67,6 @@ class CompressedContextLLM(DecoderLLM, LLM):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    stop: list[str] = Field(default_factory=list)
 
     _json: dict[str, Any] = PrivateAttr(default_factory=dict)  # an option of each call, if every answer has to be JSON
 
@@ -264,7 +263,7 @@ def _whole(answer: Generation, sampling: Sampling) -> Generation:
     """The answer; refused if its JSON was cut, since the engines that parse it do not say so."""
     if sampling.json_schema is not None and answer.finish_reason == "length":
         raise ConfigError(
-            f"max_tokens={sampling.max_new_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
+            f"max_tokens={sampling.max_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
         )
     return answer
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from llama_index.core.memory import Memory
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
+from ctx_compress_rag.decoding.preparer import Preparer
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import scope as in_scope
@@ -55,10 +55,10 @@ def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Calla
         scope: tenant or user whose markers count as slots; by default that of
             `ctx_compress_rag.store.marker.scope`, or the store's.
     """
-    decoder = TransformersDecoder(cast(Bundle, store.bundle), store)
+    preparer = Preparer(cast(Bundle, store.bundle), store)
 
     def tokenize(text: str) -> list[int]:
         with nullcontext() if scope is None else in_scope(scope):
-            return decoder.token_ids(text)
+            return preparer.token_ids(text)
 
     return tokenize

@@ -1,4 +1,4 @@
-"""A decoder in a vLLM server: markers are resolved here, vectors are sent, text comes back."""
+"""The decoder in a vLLM server: vectors are sent, text comes back."""
 
 from __future__ import annotations
 
@@ -6,72 +6,61 @@ import asyncio
 import base64
 import io
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.change import Change
-from ctx_compress_rag.decoding.decoder import TransformersDecoder
 from ctx_compress_rag.decoding.export import dtype_name, served
-from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
 from ctx_compress_rag.decoding.logprobs import TokenLogprob, from_openai
+from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.settings import own_settings
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import closed_schema
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import OnUnreadable
 
+_HERE = "use the engine 'transformers'"
 _BUSY = (429, 502, 503, 504)
 
 
-class ServerDecoder(TransformersDecoder):
-    """A TransformersDecoder whose model runs in a vLLM server, started with the command that `export` prints.
+class VllmEngine:
+    """Has a vLLM server answer, started with the command that `export` prints.
 
-    Tokenizer, embeddings and store are in this process; prompts with slots are sent as `prompt_embeds`, others as
-    token ids, if their values are finite and their length fits the server's window. May be called from any number of
-    threads; requests share connections.
+    Prompts with slots are sent as `prompt_embeds`, others as token ids, if their values are finite and their length
+    fits the server's window. Requests share connections.
 
     Args:
         bundle: the bundle, in the server's dtype.
-        store: where markers' passages are; without one, markers are literal text.
         server: the server's address, with or without `/v1`.
         api_key: the server's key.
         timeout: maximum seconds to wait for the first token, and from one token to the next.
         max_retries: how often a request is sent again if the server is unreachable, busy or fails; never after the
             first piece of an answer.
-        on_unreadable: as in TransformersDecoder.
 
     Raises:
         ConfigError: an argument has an impossible value, or the bundle's method changes the decoder's layers.
         MissingExtraError: the `serve` extra is not installed.
-        ServerError: at a call, the server cannot be reached, refuses, or ends in the middle of an answer.
+        ServerError: as an answer, the server cannot be reached, refuses, or ends in the middle of an answer.
     """
 
     def __init__(
         self,
         bundle: Bundle,
-        store: SoftContextStore | None = None,
-        *,
         server: str,
         api_key: str | None = None,
         timeout: float = 120.0,
         max_retries: int = 2,
-        on_unreadable: OnUnreadable = "error",
     ) -> None:
-        super().__init__(bundle, store, on_unreadable=on_unreadable)
-        if not server.startswith(("http://", "https://")):
-            raise ConfigError(f"server={server!r}: give an address that begins with http:// or https://")
         if not timeout > 0:  # nor NaN
             raise ConfigError(f"timeout={timeout}: give seconds, more than 0")
         if max_retries < 0:
             raise ConfigError(f"max_retries={max_retries}: give 0 or more")
+        self._bundle = bundle
         self.server = server.rstrip("/").removesuffix("/v1")
         self._base, self._names = bundle.config.name, served(bundle)
         self._windows: dict[str, int | None] | None = None
@@ -86,25 +75,25 @@ class ServerDecoder(TransformersDecoder):
             max_retries=max_retries,
         )
 
-    def with_change(self, change: Change) -> Self:
-        """Refused: a change is applied to a decoder in this process."""
-        raise ConfigError(f"the decoder runs in {self.server}, which cannot adapt: leave server= out")
-
     @property
-    def _shares(self) -> bool:
-        return True
+    def identity(self) -> Mapping[str, str]:
+        """The address: how the server computes is not known."""
+        return {"engine": self.server, "dtype": dtype_name(self._bundle.backbone.model.dtype)}
+
+    def check(self, sampling: Sampling) -> None:
+        """Refuse quotations, and settings of the decoder that a server does not apply."""
+        if sampling.extractive:
+            raise ConfigError(f"extractive answers need the decoder in this process, not {self.server}: {_HERE}")
+        self._repetition_penalty(sampling)
 
     def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], stream: bool = True
+        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        if sampling.extractive:
-            raise ConfigError(
-                f"extractive answers need the decoder in this process, not {self.server}: leave server= out"
-            )
+        """See `protocol.Engine`."""
         asked = [(self._body(prompt, sampling), prompt, put) for prompt, put in zip(prompts, puts, strict=True)]
         loop = _loop()
         futures = [
-            asyncio.run_coroutine_threadsafe(self._answer(body, prompt, sampling, put), loop)
+            asyncio.run_coroutine_threadsafe(self._answer(body, prompt, sampling, put, stream), loop)
             for body, prompt, put in asked
         ]
 
@@ -114,11 +103,15 @@ class ServerDecoder(TransformersDecoder):
 
         return cancel
 
+    def close(self) -> None:
+        """Close the connections."""
+        asyncio.run_coroutine_threadsafe(self._client.close(), _loop()).result()
+
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         """The arguments of a completion."""
-        special = self.bundle.tokenizer.get_added_vocab()
+        special = self._bundle.tokenizer.get_added_vocab()
         extra: dict[str, Any] = {
-            "top_k": sampling.top_k,
+            "top_k": max(sampling.top_k, 0),
             "min_p": 0.0,  # the server would take this and the next from the decoder's generation_config
             "repetition_penalty": self._repetition_penalty(sampling),
             "stop_token_ids": [special[each] for each in sampling.stop if each in special],
@@ -131,7 +124,7 @@ class ServerDecoder(TransformersDecoder):
         return {
             "model": self._names.soft if prompt.soft else self._names.text,
             "prompt": None if prompt.soft else prompt.ids().tolist(),
-            "max_tokens": sampling.max_new_tokens,
+            "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop": list(sampling.stop),
@@ -148,18 +141,18 @@ class ServerDecoder(TransformersDecoder):
         Raises:
             ConfigError: the decoder has others.
         """
-        own = own_settings(self.bundle.backbone.model.generation_config) if sampling.decoder_settings else {}
+        own = own_settings(self._bundle.backbone.model.generation_config) if sampling.decoder_settings else {}
         penalty = float(own.pop("repetition_penalty", 1.0))
         if own:
             raise ConfigError(
                 f"the decoder's generation_config has {next(iter(own))}, which {self.server} cannot apply: give "
-                "decoder_settings=False, or leave server= out"
+                f"decoder_settings=False, or {_HERE}"
             )
         return penalty
 
     def _embeds(self, prompt: Prompt) -> str:
         """The prompt's vectors, checked: vLLM does not check them, and a NaN spoils the answers of others."""
-        backbone = self.bundle.backbone
+        backbone = self._bundle.backbone
         with torch.no_grad():
             [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds
         vectors = vectors.detach().to("cpu", backbone.model.dtype)
@@ -172,13 +165,14 @@ class ServerDecoder(TransformersDecoder):
         torch.save(vectors.clone(), buffer)  # a view would be saved with its whole base
         return base64.b64encode(buffer.getvalue()).decode()
 
-    async def _answer(self, body: dict[str, Any], prompt: Prompt, sampling: Sampling, put: Put) -> None:
+    async def _answer(self, body: dict[str, Any], prompt: Prompt, sampling: Sampling, put: Put, stream: bool) -> None:
         try:
             await self._fit(body, prompt)
             async for piece in self._pieces_of(body, prompt, sampling):
-                put(piece)
+                if stream or isinstance(piece, Generation):
+                    put(piece)
         except Exception as error:
-            put(self._explained(error))
+            put(self._as_server_error(error))
 
     async def _fit(self, body: dict[str, Any], prompt: Prompt) -> None:
         """Check the request against the server's list of models."""
@@ -216,14 +210,14 @@ class ServerDecoder(TransformersDecoder):
                 tokens = chunk.usage.completion_tokens if chunk.usage else tokens
         if reason not in ("stop", "length") or tokens is None:
             raise ServerError(f"{self.server} ended in the middle of an answer ({reason}): ask again")
-        special = {str(token) for token in self.bundle.tokenizer.added_tokens_decoder.values() if token.special}
+        special = {str(token) for token in self._bundle.tokenizer.added_tokens_decoder.values() if token.special}
         lengths = [0 if each.token in special else len(each.token) for each in noted]
         while noted and sum(lengths[: len(noted) - 1]) >= len(text):
             noted.pop()  # an end token, or one of a stop string
         logprobs = tuple(noted) if sampling.logprobs else None
         yield Generation(text, prompt.length, prompt.slots, tokens, reason, logprobs)
 
-    def _explained(self, error: Exception) -> Exception:
+    def _as_server_error(self, error: Exception) -> Exception:
         """The client's error as a ServerError; others as they are."""
         status = getattr(error, "status_code", None)
         if isinstance(error, CtxCompressError):

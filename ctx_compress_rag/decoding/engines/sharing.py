@@ -10,10 +10,9 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -25,9 +24,8 @@ from transformers import DynamicCache
 
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import Answering
-from ctx_compress_rag.decoding.change import Change, opened
-from ctx_compress_rag.decoding.generation import Generation, Put, Sampling
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
+from ctx_compress_rag.decoding.splice import open_model, splice
 from ctx_compress_rag.errors import DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.transformers_internals import cut_cache, join_cache, left_padded
@@ -36,23 +34,21 @@ from ctx_compress_rag.store.marker import current_scope
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER_SECONDS = 0.05  # the longest that the first caller waits for others whose prompts are being prepared
 _STEPS = 8  # passes of one group before the next group's turn
 _END_SECONDS = 30
 _PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
 
 
 @dataclass(eq=False)
-class Row:
+class Request:
     """A prompt and its answer so far.
 
     Attributes:
         bundle: the bundle or decoder that answers.
         prompt: the prompt.
-        change: the change to the decoder.
         sampling: how tokens are chosen and when to end.
         put: gets the answer.
-        most: most rows in one of its passes.
+        most: most requests in one of its passes.
         stream: whether `put` also gets pieces of text.
         canceled: set when the answer is no longer wanted.
         scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
@@ -60,15 +56,18 @@ class Row:
 
     bundle: PlainDecoder
     prompt: Prompt
-    change: Change
     sampling: Sampling
     put: Put
     most: int
     stream: bool
     canceled: threading.Event
     scope: str | None = field(default_factory=current_scope)
-    ids: list[int] = field(default_factory=list)
-    _answering: Answering = field(init=False)
+    answering: Answering = field(init=False)
+
+    @property
+    def read_by(self) -> Hashable:
+        """What reads the prompt: only prompts that the same reads share passes."""
+        return self.bundle, self.prompt.soft
 
     def begin(self, model: Any) -> None:
         """Start the answer.
@@ -76,45 +75,30 @@ class Row:
         Raises:
             ConfigError: its JSON schema cannot be enforced.
         """
-        self.ids.clear()
-        put = self.put if self.stream else None
-        window = self.bundle.backbone.window
-        self._answering = Answering(model, self.bundle.tokenizer, self.sampling, [self.prompt], window, put)
+        window, put = self.bundle.backbone.window, self.put if self.stream else None
+        self.answering = Answering(
+            self.prompt, self.sampling, self.bundle.tokenizer, model.generation_config, window, model.device, put
+        )
 
-    def take(self, scores: Tensor, likeliest: int) -> Generation | None:
-        """Take the next token; returns the answer if the token ends it.
-
-        Args:
-            scores: (vocabulary,).
-            likeliest: its argmax.
-        """
-        if self._answering.processors:
-            so_far: Any = torch.tensor([self.ids], dtype=torch.long, device=scores.device)
-            own: Any = scores.float().unsqueeze(0)
-            likeliest = int(self._answering.processors(so_far, own)[0].argmax())
-        self.ids.append(likeliest)
-        self._answering.look(0, self.ids)
-        return self._answering.done[0]
-
-    def give(self, answer: Generation | BaseException) -> None:
-        """Call `put` with the answer or error. Errors from the caller's `put` are logged and stop no other row."""
+    def deliver(self, answer: Generation | BaseException) -> None:
+        """Call `put` with the answer or error. Errors from the caller's `put` are logged and stop no other request."""
         try:
             self.put(answer)
         except Exception:
             logger.exception("a caller's `put` failed")
 
-    def opened(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """A context manager that locks the transformers model for this thread, set up to read this row."""
-        return opened(self.bundle, self.prompt.soft, slot_mask, self.change)
+    def open_model(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+        """A context manager that locks the transformers model for this thread, set up to read the prompt."""
+        return open_model(self.bundle, self.prompt.soft, slot_mask)
 
 
-class Rows:
-    """Rows that one model answers with a shared cache, a token for each in every pass; and rows that wait for it."""
+class RunningBatch:
+    """Requests that one model answers with a shared cache, a token for each in every pass; and those that wait."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.waiting: deque[Row] = deque()
-        self._ended: list[tuple[Row, Generation | Exception]] = []
+        self.rows: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self._ended: list[tuple[Request, Generation | Exception]] = []
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.long)
 
@@ -123,14 +107,14 @@ class Rows:
         """Whether the row that waits longest could be answered now."""
         return bool(self.waiting) and len(self.rows) < self.waiting[0].most
 
-    def join(self, new: Sequence[Row]) -> None:
+    def join(self, new: Sequence[Request]) -> None:
         """Read prompts and give each its first token; rows that have not ended continue with the others.
 
         Raises: whatever the model raises; then no row has joined, and no `put` of `new` was called.
         """
         with torch.no_grad():
             batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])
-            with new[0].opened(batch.slot_mask) as model:
+            with new[0].open_model(batch.slot_mask) as model:
                 for row in new:
                     row.begin(model)
                 # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
@@ -148,8 +132,9 @@ class Rows:
             return
         with torch.no_grad():
             device = self._mask.device
-            ids = torch.tensor([[row.ids[-1]] for row in self.rows], device=device)
-            places = torch.tensor([[row.prompt.length + len(row.ids) - 1] for row in self.rows], device=device)
+            ids = torch.tensor([[row.answering.ids[-1]] for row in self.rows], device=device)
+            lengths = [row.prompt.length + len(row.answering.ids) for row in self.rows]
+            places = torch.tensor(lengths, device=device).unsqueeze(1) - 1
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
             out = model(
                 input_ids=ids,
@@ -164,20 +149,20 @@ class Rows:
         """Give ended rows their answers or errors."""
         ended, self._ended = self._ended, []
         for row, answer in ended:
-            row.give(answer)
+            row.deliver(answer)
 
     def fail(self, error: BaseException) -> None:
         """Give ended rows their answers, and all others an error."""
         self.hand_out()
         failed, self.rows, self._cache = self.rows, [], None
-        _tell(failed, error)
+        fail_all(failed, error)
 
     def _take(self, scores: Tensor, first: int) -> None:
         going = []
         for row, own, likeliest in zip(self.rows[first:], scores, scores.argmax(-1).tolist(), strict=True):
             answer: Generation | Exception | None
             try:
-                answer = None if row.canceled.is_set() else row.take(own, likeliest)
+                answer = None if row.canceled.is_set() else row.answering.take(own, likeliest)
             except Exception as error:  # from this row alone: its schema, or its caller's code
                 answer = error
             if answer is not None:
@@ -216,7 +201,7 @@ class Rows:
         self._mask = merged
 
 
-class Sharing:
+class BatchScheduler:
     """The calls of one backbone, from any decoder, framework or thread.
 
     A thread runs the model while there is something to answer, and then ends. Between passes it takes in new
@@ -225,36 +210,22 @@ class Sharing:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._groups: dict[Any, Rows] = {}
-        self._reading = 0
+        self._groups: dict[Hashable, RunningBatch] = {}
         self._running = False
 
     @classmethod
-    def of(cls, backbone: Backbone) -> Sharing:
-        """The backbone's Sharing, made on first use."""
+    def of(cls, backbone: Backbone) -> BatchScheduler:
+        """The backbone's own, made on first use."""
         with _MAKING:
             return _OF.setdefault(backbone, cls())
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Mark prompts as being prepared: callers whose prompts are ready wait a moment, to start together."""
-        with self._changed:
-            self._reading += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._reading -= 1
-                self._changed.notify_all()
-
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[Request]) -> None:
         """Answer rows; each gets its answer through its `put`."""
         with self._changed:
             for group in self._groups.values():  # the prompts of canceled rows would stay in memory until their turn
                 group.waiting = deque(row for row in group.waiting if not row.canceled.is_set())
             for row in sorted(rows, key=lambda row: (row.prompt.soft, row.prompt.length)):
-                read_by = (row.bundle, row.change.of_model, row.prompt.soft)
-                self._groups.setdefault(read_by, Rows()).waiting.append(row)
+                self._groups.setdefault(row.read_by, RunningBatch()).waiting.append(row)
             if not self._running:
                 self._running = True
                 thread = threading.Thread(target=self._run, name="ctx-compress-stream", daemon=True)
@@ -262,10 +233,6 @@ class Sharing:
                 thread.start()
 
     def _run(self) -> None:
-        until = time.monotonic() + _TOGETHER_SECONDS
-        with self._changed:
-            while self._reading and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
         while True:
             with self._changed:
                 self._groups = {key: group for key, group in self._groups.items() if group.waiting or group.rows}
@@ -282,8 +249,8 @@ class Sharing:
                 except BaseException as error:
                     group.fail(error)
 
-    def _admit(self, group: Rows) -> None:
-        new: list[Row] = []
+    def _admit(self, group: RunningBatch) -> None:
+        new: list[Request] = []
         with self._changed:
             while group.waiting and len(group.rows) + len(new) < group.waiting[0].most:
                 row = _next(group, new)
@@ -294,21 +261,21 @@ class Sharing:
                 group.join(batch)
             except Exception as error:
                 if len(batch) == 1:
-                    _tell(batch, error)
+                    fail_all(batch, error)
                     continue
                 del error
                 for row in batch:  # one of them caused the error, or together they need too much memory
                     try:
                         group.join([row])
                     except Exception as own:
-                        _tell([row], own)
+                        fail_all([row], own)
 
-    def _advance(self, group: Rows) -> None:
+    def _advance(self, group: RunningBatch) -> None:
         """Run passes until the group's rows have ended, or someone else wants the model."""
         if not group.rows:
             return
         first = group.rows[0]
-        with first.opened(torch.zeros(1, 1, dtype=torch.bool)) as model:
+        with first.open_model(torch.zeros(1, 1, dtype=torch.bool)) as model:
             for steps in count(1):
                 group.hand_out()
                 group.step(model)
@@ -316,14 +283,14 @@ class Sharing:
                 if not group.rows or turn_ends or self._wanted(group, first.bundle.backbone) or _ENDING.is_set():
                     return
 
-    def _wanted(self, group: Rows, backbone: Backbone) -> bool:
+    def _wanted(self, group: RunningBatch, backbone: Backbone) -> bool:
         """Whether a thread waits for the model, or a row that could be answered now."""
         with self._changed:
             others = (other for other in self._groups.values() if other is not group)
             return backbone.lock.waiting > 0 or group.free or any(other.waiting and not other.rows for other in others)
 
 
-_OF: WeakKeyDictionary[Backbone, Sharing] = WeakKeyDictionary()
+_OF: WeakKeyDictionary[Backbone, BatchScheduler] = WeakKeyDictionary()
 _MAKING = threading.Lock()
 _THREADS: WeakSet[threading.Thread] = WeakSet()
 _ENDING = threading.Event()
@@ -338,7 +305,7 @@ def _end() -> None:
     _ENDING.clear()
 
 
-def _next(group: Rows, new: Sequence[Row]) -> Row:
+def _next(group: RunningBatch, new: Sequence[Request]) -> Request:
     """Take the next row: the first to arrive from the scope with the fewest running rows."""
     busy = Counter(row.scope for row in (*group.rows, *new))
     row = min(group.waiting, key=lambda each: busy[each.scope])
@@ -346,9 +313,9 @@ def _next(group: Rows, new: Sequence[Row]) -> Row:
     return row
 
 
-def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
+def _alike(rows: Sequence[Request]) -> Iterator[list[Request]]:
     """Yield rows in batches of similar length."""
-    batch: list[Row] = []
+    batch: list[Request] = []
     for row in sorted(rows, key=lambda row: row.prompt.length):
         length = row.prompt.length
         own = sum(each.prompt.length for each in batch) + length
@@ -360,12 +327,13 @@ def _alike(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _tell(rows: Sequence[Row], error: BaseException) -> None:
+def fail_all(rows: Sequence[Request], error: BaseException) -> None:
+    """Give requests of one batch the error that ended it."""
     for row in rows:
-        row.give(memory_error(error, [row.prompt for row in rows]) or error)
+        row.deliver(_memory_error(error, [row.prompt for row in rows]) or error)
 
 
-def memory_error(error: BaseException, prompts: Sequence[Prompt]) -> DecoderMemoryError | None:
+def _memory_error(error: BaseException, prompts: Sequence[Prompt]) -> DecoderMemoryError | None:
     """What to show for an error in a batch of prompts if the device's memory was too small; else None.
 
     Never raise it from the allocator's error, whose frames would keep their memory.

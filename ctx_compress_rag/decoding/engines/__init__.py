@@ -1,0 +1,1 @@
+"""What turns prompts into answers: one module for each way."""

@@ -1,0 +1,116 @@
+"""The decoder in this process, run by transformers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.engines.sharing import BatchScheduler, Request, fail_all
+from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
+from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.models.transformers_internals import can_share
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.strict import as_positive_int
+
+BATCH_SIZE = 8
+"""Default for the most prompts in a forward pass."""
+
+
+class TransformersEngine:
+    """Answers with a bundle's own model; all engines of one model share its forward passes.
+
+    Args:
+        bundle: the bundle, or a decoder alone.
+        batch_size: most prompts in one forward pass.
+        merge: see `decoder.EngineOptions`.
+
+    Raises:
+        ConfigError: an argument has an impossible value.
+    """
+
+    def __init__(self, bundle: PlainDecoder, batch_size: int = BATCH_SIZE, merge: bool = False) -> None:
+        self._bundle = bundle
+        self.batch_size = as_positive_int("batch_size", batch_size)
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """The name, and what changes the last bits of scores."""
+        backbone = self._bundle.backbone
+        return {"engine": "transformers", "dtype": str(backbone.model.dtype), "quantized": str(backbone.quantized)}
+
+    def check(self, sampling: Sampling) -> None:
+        """Nothing is refused."""
+
+    def begin(
+        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
+    ) -> Callable[[], None]:
+        """See `protocol.Engine`; in a thread that holds the model, it ends before this returns."""
+        backbone, canceled = self._bundle.backbone, threading.Event()
+        requests = [
+            Request(self._bundle, prompt, sampling, put, self.batch_size, stream, canceled)
+            for prompt, put in zip(prompts, puts, strict=True)
+        ]
+        if backbone.lock.held:  # another thread would wait for this one forever
+            _answer_alone(requests)
+        elif can_share(backbone.model):
+            BatchScheduler.of(backbone).add(requests)
+        else:
+            threading.Thread(target=_answer_alone, args=(requests,), name="ctx-compress-stream").start()
+        return canceled.set
+
+    def close(self) -> None:
+        """Nothing is held besides the bundle."""
+
+
+def _answer_alone(requests: Sequence[Request]) -> None:
+    """Answer one prompt after the other with transformers' own `generate`, which runs any model."""
+    for request in requests:
+        try:
+            answer = _generate(request)
+        except BaseException as error:
+            fail_all([request], error)
+        else:
+            if answer is not None:
+                request.deliver(answer)
+
+
+@torch.no_grad()
+def _generate(request: Request) -> Generation | None:
+    """The answer to a prompt; None if it was canceled."""
+    answer: Generation | None = None
+
+    def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
+        nonlocal answer
+        answer = request.answering.take(scores[0])
+        return torch.full_like(scores, -torch.inf).index_fill(
+            1, scores.new_tensor([request.answering.ids[-1]]).long(), 0.0
+        )
+
+    def ended(input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return torch.tensor([answer is not None or request.canceled.is_set()], device=input_ids.device)
+
+    batch = splice(request.bundle.backbone.embeddings, [request.prompt])
+    with request.open_model(batch.slot_mask) as model:
+        request.begin(model)
+        # `generate` would take what is not given here from the model's own settings, which the answer applies itself.
+        own, model.generation_config = model.generation_config, GenerationConfig()
+        settings = GenerationConfig(max_new_tokens=request.answering.limit, do_sample=False, num_beams=1)
+        try:
+            if not request.canceled.is_set():
+                model.generate(
+                    # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
+                    inputs_embeds=batch.inputs_embeds,
+                    attention_mask=batch.attention_mask,
+                    generation_config=settings,
+                    logits_processor=LogitsProcessorList([choose]),
+                    stopping_criteria=StoppingCriteriaList([ended]),
+                )
+        finally:
+            model.generation_config = own
+    return answer

@@ -1,0 +1,237 @@
+"""Prompts with markers become what a model reads: token ids and slots. Knows no engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar, cast
+
+from torch import Tensor
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, PayloadError
+from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate, Quotable
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable
+from ctx_compress_rag.store.passage import MAX_CHARACTERS
+from ctx_compress_rag.strict import as_positive_int
+from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
+from ctx_compress_rag.text.quoting import quotable
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
+from ctx_compress_rag.text.tokenizing import check_characters
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Preparer:
+    """Makes prompts for a bundle's decoder; the arguments and errors are those of `decoder.Decoder`."""
+
+    def __init__(
+        self,
+        bundle: PlainDecoder,
+        store: SoftContextStore | None = None,
+        *,
+        on_unreadable: OnUnreadable = "error",
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        check_on_unreadable(on_unreadable)
+        if store is not None and bundle.fingerprint != store.fingerprint:
+            raise FingerprintMismatchError(
+                f"the store holds slots of bundle {store.fingerprint[:12]}, but this decoder belongs to bundle "
+                f"{bundle.fingerprint[:12]}: load the store's bundle, or index again with this one"
+            )
+        self.bundle = bundle
+        self.store = store
+        self.on_unreadable = on_unreadable
+        self.max_prompt_tokens = (
+            None if max_prompt_tokens is None else as_positive_int("max_prompt_tokens", max_prompt_tokens)
+        )
+        self._tokenizer = PromptTokenizer(bundle.tokenizer)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Token ids of `text`, without a BOS; each slot is a padding token, which no text encodes to."""
+        texts, markers = self._around_markers(self._split(text))
+        first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
+        ids: list[int] = first
+        for marker, part in zip(markers, rest, strict=True):
+            ids += [self.bundle.tokenizer.pad_token_id] * self.bundle.positions(marker.slots) + part
+        return ids
+
+    def count_chat_tokens(self, chat: Sequence[Message]) -> int:
+        """Number of positions of a chat: the chat template's tokens, its text and its slots."""
+        around = [self._around_markers(self._split(message["content"])) for message in chat]
+        ids = self._chat_ids(chat, [texts for texts, _ in around])
+        slots = sum(self.bundle.positions(marker.slots) for _, markers in around for marker in markers)
+        return sum(map(len, ids)) + slots
+
+    def prepare(self, prompts: Sequence[PromptLike], *, extractive: bool = False) -> list[Prompt]:
+        """Check and tokenize prompts, and insert their passages' slots.
+
+        Args:
+            prompts: as `generate` takes them.
+            extractive: whether answers are extractive (`Sampling`), which also needs the passages' texts.
+
+        Raises: as `generate`.
+        """
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
+        contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
+        split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
+        markers = list(dict.fromkeys(p for texts in split for parts in texts for p in parts if isinstance(p, Marker)))
+        soft, texts_of = self._read(markers)
+        # Control tokens in a raw prompt come from the caller, but those in its passages are text.
+        in_raw = {marker: self._tokenizer.apart(text) for marker, text in texts_of.items()}
+        said = dict(texts_of)
+        if extractive and self.store is not None:
+            said |= self._found(self.store.bundle.compressor.text_of, list(soft), "some passages cannot be quoted")
+        prepared = []
+        for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
+            shown = in_raw if isinstance(prompt, str) else texts_of
+            read = [[shown.get(p, p) if isinstance(p, Marker) else p for p in parts] for parts in messages]
+            # Before joining: a prompt may contain the marker of a long passage thousands of times.
+            check_characters(
+                f"prompt {index}", sum(len(p) for r in read for p in r if isinstance(p, str)), self._window
+            )
+            around = [self._around_markers(parts) for parts in read]
+            texts = [texts for texts, _ in around]
+            ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
+            slots = [soft[marker] for _, markers in around for marker in markers]
+            made = PromptTemplate.without_answers(ids).fill(slots)
+            self._check_length(index, made)
+            if extractive:
+                made = replace(made, quotable=self._quotable(index, messages, said))
+            prepared.append(made)
+        return prepared
+
+    def _contents(self, index: int, prompt: PromptLike) -> list[str]:
+        """A raw prompt, or the contents of a chat's messages.
+
+        Raises:
+            ConfigError: the prompt is malformed, empty, or too long, as its characters already show.
+        """
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(messages, Iterable):
+            raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")
+        contents = []
+        for message in messages:
+            match message:
+                case {"role": str(), "content": str(content)}:
+                    contents.append(content)
+                case _:
+                    raise ConfigError(
+                        f"prompt {index}: a message needs a role and a content, both strings, got {message!r}"
+                    )
+        if not contents or not contents[-1].strip():
+            raise ConfigError(f"prompt {index} is empty: its last message must ask something")
+        check_characters(f"prompt {index}", sum(map(len, contents)), self._window)
+        if self._window is not None and len(contents) > self._window:  # each takes at least one token
+            raise ConfigError(
+                f"prompt {index} has {len(contents)} messages, more than the model's window of {self._window} tokens: "
+                "leave old ones out"
+            )
+        return contents
+
+    def _raw_ids(self, texts: Sequence[str]) -> list[Tensor]:
+        """Token ids of a raw prompt around its holes, from the `texts` around them.
+
+        If the decoder has a chat format, the caller wrote the prompt in that format; otherwise it is all text.
+        """
+        bos = self.bundle.tokenizer.bos_token or ""
+        begun = bool(bos) and texts[0].startswith(bos)
+        if not self.bundle.tokenizer.chat_template:
+            lead = bos if begun else ""
+            first, *rest = [texts[0].removeprefix(lead), *texts[1:]]
+            texts = [lead + self._tokenizer.as_text(first), *map(self._tokenizer.as_text, rest)]
+        return self._tokenizer.encode(texts, add_special_tokens=not begun)
+
+    def _chat_ids(self, chat: Sequence[Message], texts: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Token ids of a chat around its holes, from the `texts` around the holes of each message."""
+        hole = self._tokenizer.hole
+        contents = [hole.join(map(self._tokenizer.as_text, parts)) for parts in texts]
+        whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
+        asked = chat_text(self.bundle.tokenizer, whole)
+        if any(len(parts) > 1 for parts in texts):
+            asked += self.bundle.answer_prefix
+        return self._tokenizer.encode(asked.split(hole))
+
+    def _around_markers(self, parts: Sequence[str | Marker]) -> tuple[list[str], list[Marker]]:
+        """The texts before, between and after the markers (one more than the markers), and the markers.
+
+        Between two markers, the separator that everyone writes becomes the bundle's.
+        """
+        texts, markers = [""], []
+        for part in parts:
+            if isinstance(part, Marker):
+                markers.append(part)
+                texts.append("")
+            else:
+                texts[-1] += part
+        for place in range(1, len(markers)):
+            if texts[place] == PASSAGE_SEPARATOR:
+                texts[place] = self.bundle.separator
+        return texts, markers
+
+    def _split(self, text: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
+        return [text] if self.store is None else self.store.split(text, None, on_unreadable)
+
+    def _read(self, markers: Sequence[Marker]) -> tuple[dict[Marker, Tensor], dict[Marker, str]]:
+        """What each marker stands for: slots in the decoder's embedding space, or text where there are none."""
+        if self.store is None:
+            return {}, {}
+        bundle = cast(Bundle, self.bundle)  # only a bundle has a store
+        reading = self.store.bundle.compressor
+        slots = self._found(reading.fetch, markers, "some slots cannot be read, so texts are used where possible")
+        lost = [marker for marker in markers if marker not in slots]
+        texts = self._found(reading.text_of, lost, "some passages cannot be read at all")
+        return {m: bundle.embed(soft) for m, soft in slots.items()}, {m: texts.get(m, m.text) for m in lost}
+
+    def _found(
+        self, read: Callable[[SoftContextStore, Sequence[Marker]], list[T]], markers: Sequence[Marker], said: str
+    ) -> dict[Marker, T]:
+        """What the store has for markers, in one call unless something is missing.
+
+        What is missing or damaged raises the store's error, or is left out with a warning, as the options say.
+        """
+        if self.store is None or not markers:
+            return {}
+        try:
+            return dict(zip(markers, read(self.store, markers), strict=True))
+        except (MissingPassageError, PayloadError) as error:
+            if self.on_unreadable == "error":
+                raise
+            logger.warning("%s: %s", said, error)
+        found: dict[Marker, T] = {}
+        for marker in markers:
+            with suppress(MissingPassageError, PayloadError):
+                [found[marker]] = read(self.store, [marker])
+        return found
+
+    def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:
+        texts = dict.fromkeys(said.get(p, "") if isinstance(p, Marker) else p for parts in messages for p in parts)
+        if (length := sum(map(len, texts))) > MAX_CHARACTERS:
+            raise ConfigError(
+                f"prompt {index} and its passages have {length:,} characters, but an extractive answer quotes from "
+                f"{MAX_CHARACTERS:,} at most: use fewer passages"
+            )
+        return quotable(texts, self.bundle.tokenizer)
+
+    @property
+    def _window(self) -> int | None:
+        return self.bundle.backbone.window
+
+    def _check_length(self, index: int, prompt: Prompt) -> None:
+        most, window = self.max_prompt_tokens, self._window
+        if most is not None and prompt.length > most:
+            reason = f"at most {most} are allowed here"
+        elif window is not None and prompt.length >= window:
+            reason = f"the model's window of {window} must hold an answer too"
+        else:
+            return
+        raise ConfigError(
+            f"prompt {index} has {prompt.length} tokens ({prompt.slots} of them slots), but {reason}: use a coarser "
+            "ratio, fewer passages or a shorter prompt"
+        )

@@ -1,0 +1,111 @@
+"""How a decoder is asked to generate text, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ctx_compress_rag.decoding.logprobs import TokenLogprob
+from ctx_compress_rag.decoding.structured import schema_text
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.strict import check_known, explain
+
+FinishReason = Literal["stop", "length"]
+# Short and few, since after every token the text's end is compared with the beginnings of each.
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+def _several(value: object) -> object:
+    """One string, a list of them or None, as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value or ()) if isinstance(value, list | None) else value
+
+
+class SamplingOptions(BaseModel):
+    """The options of an answer, which the frameworks' LLM classes and the server's requests have, too.
+
+    Numbers may have another form: 1 for 1.0, 16.0 or "16" for 16.
+
+    Attributes:
+        max_tokens: longest answer, in tokens.
+        temperature: 0 always takes the most likely token (greedy).
+        top_p: sample from the most likely tokens, up to this total probability.
+        top_k: sample from this many of the most likely tokens; 0 or -1 for all.
+        stop: strings that end the answer and are left out of it, 16 at most.
+        seed: makes sampling repeatable, whatever else is in its batch; None draws a new one for each answer.
+        extractive: the answer is a quotation: consecutive whole words of the prompt or of a passage that one of its
+            markers stands for.
+        logprobs: also return the log-probability of each token.
+        top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
+        decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`,
+            `stop_strings`, ...), as transformers does; its sampling settings never apply.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1)] = 512
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    stop: Annotated[tuple[_Stop, ...], Field(max_length=16), BeforeValidator(_several)] = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
+    extractive: bool = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    decoder_settings: bool = True
+
+
+OPTIONS = tuple(SamplingOptions.model_fields)
+
+
+class Sampling(SamplingOptions):
+    """How tokens are chosen and when to end.
+
+    Attributes:
+        json_schema: the answer is JSON of this schema (a dict, or JSON), if it ends before `max_tokens`.
+
+    Raises:
+        ConfigError: an option is unknown, or has an impossible value.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
+
+    def __init__(self, **options: Any) -> None:
+        check_known("Sampling", options, type(self).model_fields)
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError(explain(error)) from None
+        if self.extractive and self.json_schema is not None:
+            raise ConfigError("an extractive answer cannot be JSON of a schema: leave out extractive or json_schema")
+        if self.top_logprobs and not self.logprobs:
+            raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True: give both")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A decoder's answer to a prompt.
+
+    Attributes:
+        text: the text, cut before a stop string, without special tokens.
+        prompt_tokens: length of the prompt, each slot counted as one token.
+        slots: how many of the prompt's tokens were slots.
+        completion_tokens: tokens generated, including the end token.
+        finish_reason: "stop" after an end token or stop string, "length" if `max_tokens` or the window ran out.
+        logprobs: the log-probability of each token of the text, if they were asked for.
+    """
+
+    text: str
+    prompt_tokens: int
+    slots: int
+    completion_tokens: int
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+Put = Callable[[str | Generation | BaseException], object]
+"""Called with pieces of text, then with the whole Generation or the error that ended it."""
