@@ -43,7 +43,7 @@ def adapt_eval(
         budget=budget,
         questions=questions,
         timed=timed,
-        max_new_tokens=max_tokens,
+        max_tokens=max_tokens,
     )
     print(f"{table(scores)}\n\n{verdict(scores)}")
     asked = scores[0].questions  # files may hold fewer

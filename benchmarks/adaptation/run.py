@@ -80,7 +80,7 @@ def evaluate(
     questions: int = 400,
     timed: int = 20,
     tuning: int = 32,
-    max_new_tokens: int = 32,
+    max_tokens: int = 32,
     seed: int = 0,
     progress: bool = True,
 ) -> list[SystemScore]:
@@ -101,7 +101,7 @@ def evaluate(
         timed: how many of them are timed.
         tuning: the most other questions for choosing a learning rate for TT-SGD, with the smallest and with the
             largest K; 0 leaves these two systems out.
-        max_new_tokens: longest answer.
+        max_tokens: longest answer.
         seed: of the draws.
         progress: show progress bars.
 
@@ -127,7 +127,7 @@ def evaluate(
     episodes, held_back = (
         [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn] for drawn in apart
     )
-    sampling = Sampling(max_tokens=max_new_tokens)
+    sampling = Sampling(max_tokens=max_tokens)
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
@@ -136,7 +136,7 @@ def evaluate(
         "episodes": digest(chain(*apart)),
         "questions": len(episodes),
         "tuning": len(held_back),
-        "max_new_tokens": max_new_tokens,
+        "max_tokens": max_tokens,
         "seed": seed,
     }
     if held_back:
