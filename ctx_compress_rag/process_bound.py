@@ -11,9 +11,7 @@ class ProcessBound:
     """Base of objects that cannot be pickled, and that deep copies share."""
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled, and say what to do."""
         raise ConfigError(f"a {type(self).__name__} cannot be pickled: open it in the other process")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the same object."""
         return self

@@ -64,17 +64,14 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Number of positions."""
         return len(self.answers)
 
     @property
     def token_count(self) -> int:
-        """How many of the positions are tokens."""
         return self.length - self.slots
 
     @property
     def slots(self) -> int:
-        """How many of the positions are slots."""
         return sum(len(piece) for piece in self.pieces if piece.is_floating_point())
 
     def ids(self) -> Tensor:
@@ -105,7 +102,6 @@ class PromptTemplate:
 
     @classmethod
     def without_answers(cls, ids: Sequence[Tensor]) -> PromptTemplate:
-        """Make a prompt without answers."""
         return cls(tuple(ids), tuple(torch.zeros(len(part), dtype=torch.bool) for part in ids))
 
     def fill(self, slots: Sequence[Tensor]) -> Prompt:

@@ -83,13 +83,8 @@ def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]
 def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
     """How many slots, stored at `base` source tokens each, become one at `ratio`.
 
-    Args:
-        ratio: the requested ratio.
-        base: the stored ratio.
-        nestable: whether slots can be merged at all.
-
     Raises:
-        RatioError: the ratio is not a multiple of the base, or differs from it although slots cannot be merged.
+        RatioError: the ratio is no multiple of the base, or another one although slots are not `nestable`.
     """
     if ratio < base or ratio % base:
         raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: choose a multiple of {base}")
@@ -102,10 +97,6 @@ def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
 
 
 def check_window(ratio: int, window: int) -> None:
-    """Refuse a ratio that does not divide an encoder's window.
-
-    Raises:
-        RatioError: it does not divide the window.
-    """
+    """Raise a RatioError for a ratio that does not divide an encoder's window."""
     if ratio < 1 or window % ratio:
         raise RatioError(f"ratio {ratio} does not divide the encoder's window of {window} tokens")

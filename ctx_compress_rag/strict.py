@@ -32,11 +32,7 @@ def any_of(classes: tuple[type[Strict], ...], key: str) -> TypeAdapter[Any]:
 
 
 def validate(name: str, value: object, rule: TypeAdapter[T]) -> T:
-    """Validate an argument by a pydantic rule, which reads 16, 16.0 and "16" as the same number.
-
-    Raises:
-        ConfigError: the value breaks the rule; the message begins with the name and the value.
-    """
+    """Validate an argument by a pydantic rule, which reads 16, 16.0 and "16" alike; a ConfigError names it."""
     try:
         return rule.validate_python(value)
     except ValidationError as error:
@@ -45,31 +41,16 @@ def validate(name: str, value: object, rule: TypeAdapter[T]) -> T:
 
 
 def as_int(name: str, value: object) -> int:
-    """Validate an argument as a whole number.
-
-    Raises:
-        ConfigError: it is not one.
-    """
     if isinstance(value, bool):  # pydantic takes True for 1
         raise ConfigError(f"{name}={value!r} is not a number: give one")
     return validate(name, value, _WHOLE)
 
 
 def as_positive_int(name: str, value: object) -> int:
-    """Validate an argument as a whole number, 1 or more.
-
-    Raises:
-        ConfigError: it is not one.
-    """
     return validate(name, value, _POSITIVE)
 
 
 def as_seconds(name: str, value: object) -> float:
-    """Validate an argument as a time in seconds, 0 or more.
-
-    Raises:
-        ConfigError: it is not one.
-    """
     return validate(name, value, _SECONDS)
 
 

@@ -94,10 +94,7 @@ class SlotUpdate(nn.Module):
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The update for the layer's inputs at slots.
-
-        Shape: (slots, in) -> (slots, out)
-        """
+        """The update for the layer's inputs at slots: (slots, in) -> (slots, out)."""
         x = F.dropout(x.to(self.a.dtype), self.dropout, self.training and torch.is_grad_enabled())
         return self.scale * F.linear(F.linear(x, self.a), self.b)
 
@@ -234,7 +231,6 @@ class ArcAlignerReader(Reader):
         self.last_loops: dict[int, Tensor] = {}
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make projector and LoRA trainable, and the gates if they are in use (section 3.5); returns them."""
         trained = super().trained_parameters() + list(self.lora.requires_grad_(True).parameters())
         if self.config.loops and self.config.gate == "learned":
             trained += self.gates.requires_grad_(True).parameters()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.models.backbone import Backbone
 
 
@@ -49,7 +48,6 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         self.token = nn.Parameter(token.to(backbone.device), requires_grad=False)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make the token and the encoder's trained parameters trainable, and return them."""
         return [self.token.requires_grad_(True), *super().trained_parameters()]  # type: ignore[list-item]
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
@@ -65,19 +63,7 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         }
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> list[Tensor]:
-        """Final hidden states of each ratio's compression tokens; those at padding have no meaning.
-
-        Shape: (batch, length), (batch, length) -> (batch, ceil(length / ratio), dim) for each ratio
-        """
-        with self.trunk() as trunk:
-            inputs, sizes = self.inputs(input_ids, attention_mask, ratios)
-            hidden: Tensor = trunk(**inputs).last_hidden_state
-        return list(hidden.split(sizes, dim=1)[1:])
-
-    def inputs(
-        self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]
-    ) -> tuple[dict[str, Any], list[int]]:
-        """The trunk's arguments, and how many positions the text and each ratio's compression tokens have."""
+        """Final hidden states of each ratio's compression tokens, (batch, ceil(length / ratio), dim) each."""
         tokens_of = [token_counts(attention_mask, ratio) > 0 for ratio in ratios]
         input_ids, attention_mask, _ = self.behind_bos(input_ids, attention_mask)
         batch, length = input_ids.shape
@@ -88,15 +74,16 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         ends = attention_mask.sum(1, keepdim=True)
         positions = [torch.arange(length, device=device).expand(batch, -1)]
         positions += [ends + torch.arange(size, device=device) for size in sizes[1:]]
-        text = self.backbone.embeddings(input_ids)
-        tokens = self.token.to(text.dtype).expand(batch, sum(sizes[1:]), -1)
-        inputs = {
-            "inputs_embeds": torch.cat([text, tokens], dim=1),
-            "attention_mask": compression_mask(real, self.bidirectional, text.dtype),
-            "position_ids": torch.cat(positions, dim=1),
-            "use_cache": False,
-        }
-        return inputs, sizes
+        with self.trunk() as trunk:
+            text = self.backbone.embeddings(input_ids)
+            tokens = self.token.to(text.dtype).expand(batch, sum(sizes[1:]), -1)
+            hidden: Tensor = trunk(
+                inputs_embeds=torch.cat([text, tokens], dim=1),
+                attention_mask=compression_mask(real, self.bidirectional, text.dtype),
+                position_ids=torch.cat(positions, dim=1),
+                use_cache=False,
+            ).last_hidden_state
+        return list(hidden.split(sizes, dim=1)[1:])
 
 
 def token_counts(attention_mask: Tensor, ratio: int) -> Tensor:

@@ -107,10 +107,7 @@ class WindowAttention(nn.Module):
 
 
 def log_shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Log of the receivers' equal capacities 1/K; minus infinity for slots that a segment lacks.
-
-    Shape: (segments, slots) -> (segments, slots)
-    """
+    """Log of the receivers' equal capacities 1/K; minus infinity for slots that a segment lacks: (segments, slots)."""
     there = counts > 0
     shares = -there.sum(-1, keepdim=True).to(dtype).log()
     return shares.expand(counts.shape).masked_fill(~there, -torch.inf)
@@ -158,11 +155,7 @@ class Segments(NamedTuple):
 class DepthGates(nn.Module):
     """Mixes the layers' hidden states, token by token (eq. 4-7, before the projection W_a).
 
-    Args:
-        layers: number of layers.
-        dim: width of a hidden state.
-        gate_dim: width of the space in which states are compared with their context.
-        temperature: of the softmax over layers.
+    States are compared with their context in a space of `gate_dim`; `temperature` is that of the softmax over layers.
     """
 
     def __init__(self, layers: int, dim: int, gate_dim: int, temperature: float) -> None:
@@ -174,10 +167,7 @@ class DepthGates(nn.Module):
         self.temperature = temperature
 
     def gates(self, states: Sequence[Tensor]) -> Tensor:
-        """The share of each layer (eq. 4-6).
-
-        Shape: layers times (batch, length, dim) -> (batch, length, layers)
-        """
+        """The share of each layer (eq. 4-6): layers times (batch, length, dim) -> (batch, length, layers)."""
         context = self.context(_mix(states, self.priors.softmax(0)))
         scores = [
             (context * (layer(state) + embedding)).sum(-1)
@@ -239,10 +229,7 @@ class ComprexitCompressor(TokenCompressor):
         return [F.rms_norm(state, state.shape[-1:]) for state in states]
 
     def anchors(self, states: Sequence[Tensor]) -> Tensor:
-        """Token anchors (eq. 7); without layer aggregation, from the last layer alone.
-
-        Shape: layers times (batch, length, decoder dim) -> (batch, length, slot dim)
-        """
+        """Token anchors (eq. 7), without layer aggregation from the last layer alone: (batch, length, slot dim)."""
         # W_a is linear, so it can follow the sum over layers.
         anchors: Tensor = self.anchor(states[-1] if self.depth is None else self.depth(states))
         return anchors
@@ -253,10 +240,7 @@ class ComprexitCompressor(TokenCompressor):
         return {ratio: self._slots(self.transport(anchors, attention_mask, ratio)) for ratio in ratios}
 
     def transport(self, anchors: Tensor, attention_mask: Tensor, ratio: int) -> Segments:
-        """Allocate each segment's anchors to its slots (eq. 8-11).
-
-        Shape: (batch, length, slot dim), (batch, length)
-        """
+        """Allocate each segment's anchors (batch, length, slot dim) to its slots (eq. 8-11)."""
         size = ratio * max(1, self.config.segment_tokens // ratio)
         blocks = -(-anchors.shape[1] // size)
         padding = blocks * size - anchors.shape[1]

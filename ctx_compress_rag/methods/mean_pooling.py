@@ -10,12 +10,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import pool
 
@@ -89,10 +88,7 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
             self.positions = nn.Parameter(zeros, requires_grad=False)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The vectors to pool: final hidden states under full attention, with the additions that the settings ask for.
-
-        Shape: (batch, length), (batch, length) -> (batch, length, dim)
-        """
+        """The vectors to pool, under full attention: (batch, length), (batch, length) -> (batch, length, dim)."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         return self.token_vectors(
             input_ids, full_attention_mask(attention_mask, self.backbone.embeddings.weight.dtype), positions
@@ -128,7 +124,6 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         return summed
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make the encoder's trained parameters, the map and the positions trainable, and return them."""
         own = [p for name, p in self.named_parameters() if not name.startswith(_ENCODER)]
         for parameter in own:
             parameter.requires_grad_(True)

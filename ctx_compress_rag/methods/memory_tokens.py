@@ -11,11 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized, batches, joined
+from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized, TrunkCompressor, batches, joined
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.chat import PromptTokenizer
@@ -46,7 +45,6 @@ class MemoryTokensConfig(OneRatioConfig):
 
     @property
     def window(self) -> int:
-        """Source tokens of a full window."""
         return self.ratio * self.slots
 
 
@@ -73,19 +71,12 @@ class MemoryTokensCompressor(TrunkCompressor):
         self.begin = nn.Parameter(torch.zeros(config.begin, backbone.dim, device=backbone.device), requires_grad=False)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make the memory tokens and the encoder's trained parameters trainable, and return them."""
         return [self.memory.requires_grad_(True), *super().trained_parameters()]  # type: ignore[list-item]
 
     def check_ratio(self, ratio: int, stored: int) -> None:
-        """Refuse any ratio but the trained one.
-
-        Raises:
-            RatioError: one of the two is another.
-        """
         self.config.check_ratios(stored, [ratio])
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """Compress a training batch, with gradients."""
         windows = self._windows(passages)
         slots = self._hidden_states([each.ids for each in windows])
         # A slot without a source token is a slot all the same, and a count of 0 would make it padding.
@@ -97,7 +88,6 @@ class MemoryTokensCompressor(TrunkCompressor):
 
     @torch.inference_mode()
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
-        """Compress passages for a store."""
         windows = self._windows(passages)
         pieces: dict[int, SoftContext] = {}
         for batch in batches([len(each.ids) + self.config.slots for each in windows], batch_tokens):
@@ -134,10 +124,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         return windows
 
     def _hidden_states(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Final hidden states of the memory tokens after each of these texts.
-
-        Shape: -> (rows, slots, dim)
-        """
+        """Final hidden states of the memory tokens after each of these texts: (rows, slots, dim)."""
         embed, device = self.backbone.embeddings, self.backbone.device
         begin, memory = (part.to(embed.weight.dtype) for part in (self.begin, self.memory))
         with self.trunk() as trunk:

@@ -138,11 +138,6 @@ class OwnEncoderCompressor(Compressor):
         self.encoder = OwnEncoder(config, backbone)
 
     def check_ratio(self, ratio: int, stored: int) -> None:
-        """Refuse any ratio but the trained one.
-
-        Raises:
-            RatioError: one of the two is another.
-        """
         self.config.check_ratios(stored, [ratio])
 
     def bundle_folder_known(self, folder: Path) -> None:
@@ -153,11 +148,10 @@ class OwnEncoderCompressor(Compressor):
             shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """Compress a training batch. Nothing here is trained, so slots carry no gradients."""
+        """Nothing here is trained, so slots carry no gradients."""
         return dict.fromkeys(ratios, SlotBatch.of(self._encoded(passages, window, 8192), self.backbone.device))
 
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
-        """Compress passages for a store."""
         return self._encoded(passages, window, batch_tokens)
 
     @torch.inference_mode()

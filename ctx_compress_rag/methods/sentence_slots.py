@@ -206,13 +206,12 @@ class SentenceSlotsCompressor(Compressor):
         return split(text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=self.config.language)
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """Compress a training batch at each ratio. Nothing here is trained, so slots carry no gradients."""
+        """Nothing here is trained, so slots carry no gradients."""
         return {
             ratio: SlotBatch.of(self._encoded(passages, ratio, window, 32), self.backbone.device) for ratio in ratios
         }
 
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
-        """Compress passages for a store: unprojected sentence vectors (units, encoder_dim)."""
         longest = min(self.encoder.model.max_seq_length or window, window)
         return self._encoded(passages, ratio, window, max(1, batch_tokens // longest))
 
@@ -232,11 +231,7 @@ class SentenceSlotsCompressor(Compressor):
         return {_DIGEST: torch.tensor(list(self.encoder.digest), dtype=torch.float32)}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """From now on, accept only the encoder that `saved_state` identifies.
-
-        Raises:
-            BundleError: the state belongs to another method.
-        """
+        """From now on, accept only the encoder that `saved_state` identifies."""
         if state.keys() != {_DIGEST} or state[_DIGEST].shape != (32,):
             raise BundleError(
                 f"the compressor's weights do not fit its config: expected {_DIGEST}, got {sorted(state)}"

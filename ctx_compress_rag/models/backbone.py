@@ -49,7 +49,6 @@ class Backbone:
 
     @property
     def loaded(self) -> bool:
-        """Whether the model is in memory."""
         return not isinstance(self._model, UnloadedModel)
 
     @property
@@ -82,22 +81,18 @@ class Backbone:
 
     @property
     def config(self) -> Any:
-        """The model's transformers config."""
         return self._model.config
 
     @property
     def generation_config(self) -> Any:
-        """The model's own settings for generation."""
         return self._model.generation_config
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return torch.device(self._model.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model's embeddings."""
         return self._model.dtype if not self.loaded else self.embeddings.weight.dtype
 
     @property
@@ -118,7 +113,6 @@ class Backbone:
 
     @property
     def embeddings(self) -> Any:
-        """The decoder's input embedding layer."""
         return self.model.get_input_embeddings()
 
     def copy_model(self) -> Any:
@@ -204,11 +198,7 @@ class Backbone:
         return getattr(self._model, "hf_quantizer", None) is not None
 
     def own_state(self) -> dict[str, Tensor]:
-        """The decoder's own weights by transformers' names, each once, without adapters.
-
-        Raises:
-            ConfigError: they are quantized, so that nothing else could load them.
-        """
+        """The decoder's own weights by transformers' names, each once; raises a ConfigError if they are quantized."""
         if self.quantized:
             raise ConfigError("the decoder's weights are quantized: load the bundle without quantization_config")
         state: dict[str, Tensor] = {}
@@ -218,7 +208,6 @@ class Backbone:
         return state
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
-        """Load weights that `own_state` returned."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "lora_" not in name:
@@ -233,11 +222,7 @@ class Backbone:
         return {f"{PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
 
     def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Load weights that `adapter_state` returned.
-
-        Raises:
-            BundleError: keys are missing or unknown, or a shape differs.
-        """
+        """Load what `adapter_state` returned; raises a BundleError if keys or shapes differ."""
         from peft import set_peft_model_state_dict
 
         expected = self.adapter_state(name)
@@ -259,15 +244,7 @@ class Backbone:
 
 
 def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
-    """The list of a transformers decoder's layers, whatever the architecture calls it.
-
-    Args:
-        trunk: the decoder without its head.
-        count: how many layers it has.
-
-    Raises:
-        ConfigError: there is no such list.
-    """
+    """The list of the `count` layers of a decoder without its head, whatever the architecture calls it."""
     for child in trunk.children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child

@@ -55,11 +55,7 @@ class GgufDecoder(Strict):
 
 
 def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
-    """Find a decoder's file, downloading it if it is on the hub.
-
-    Args:
-        decoder: the decoder's location.
-        revision: a hub revision.
+    """Find a decoder's file, downloading it if it is on the hub; `revision` is the hub's.
 
     Raises:
         BundleError: the file is missing, is not a GGUF file, or does not have the SHA-256 of `decoder`.
@@ -84,11 +80,7 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
 
 
 def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
-    """The same decoder with its file's SHA-256.
-
-    Raises:
-        BundleError: as `gguf_file` does.
-    """
+    """The same decoder with its file's SHA-256; raises as `gguf_file` does."""
     if decoder.sha256 is not None:
         return decoder
     return decoder.model_copy(update={"sha256": sha256(gguf_file(decoder, revision))})

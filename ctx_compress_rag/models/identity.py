@@ -27,11 +27,7 @@ _PASSING = {
 
 
 def files_digest(folder: Path) -> str:
-    """SHA-256 of config, generation config, tokenizer and chat template in a decoder's folder: 64 hex digits.
-
-    Raises:
-        BundleError: a file is damaged.
-    """
+    """SHA-256 of config, generation config, tokenizer and chat template in a decoder's folder: 64 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix not in _SUFFIXES or path.name.endswith(_OF_WEIGHTS) or path.name.startswith("README"):
@@ -45,11 +41,7 @@ def files_digest(folder: Path) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 of `files_digest` and of the weight files: 64 hex digits.
-
-    Raises:
-        BundleError: a file is damaged.
-    """
+    """SHA-256 of `files_digest` and of the weight files: 64 hex digits."""
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     files = [f"{path.name} {sha256(path)}" for path in weights]
     return hashlib.sha256(" ".join([files_digest(folder), *files]).encode()).hexdigest()
@@ -77,7 +69,7 @@ def weights_digest(model: Any, adapter: str) -> str:
 
 
 def write_decoder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a decoder without its weights, as transformers reads it."""
+    """Write config and tokenizer, as transformers reads them."""
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

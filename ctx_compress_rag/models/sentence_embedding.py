@@ -55,12 +55,12 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
 
 
 def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """Unit vectors (texts, dim) of passages. Raises as `load_embedder` does."""
+    """Unit vectors (texts, dim) of passages."""
     return _vectors(load_embedder(embedder).encode_document, texts)
 
 
 def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """Unit vectors (texts, dim) of questions, to compare with those of passages. Raises as `load_embedder` does."""
+    """Unit vectors (texts, dim) of questions."""
     return _vectors(load_embedder(embedder).encode_query, texts)
 
 

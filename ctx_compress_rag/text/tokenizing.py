@@ -44,11 +44,7 @@ def control_ids(tokenizer: Any) -> set[int]:
 
 
 def check_characters(what: str, characters: int, window: int | None) -> None:
-    """Refuse a text that is far longer than a model's window of tokens, without tokenizing it.
-
-    Raises:
-        ConfigError: the text is too long; the message begins with `what`.
-    """
+    """Raise a ConfigError for a text far longer than a model's window of tokens, without tokenizing it."""
     if window is not None and characters > window * _CHARACTERS_PER_TOKEN:
         raise ConfigError(
             f"{what} has {characters} characters, far more than the model's window of {window} tokens: "
@@ -85,12 +81,7 @@ def between_controls(tokenizer: Any, text: str) -> list[tuple[str, TextTokens]]:
 
 
 def text_tokens(tokenizer: Any, text: str) -> TextTokens:
-    """The tokens of a text on its own, without BOS and control tokens.
-
-    Args:
-        tokenizer: the decoder's (a fast one: offsets are needed).
-        text: the text.
-    """
+    """The tokens of a text on its own, without BOS and control tokens; needs a fast tokenizer, for the offsets."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     start = 0
@@ -102,7 +93,6 @@ def text_tokens(tokenizer: Any, text: str) -> TextTokens:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of `text_tokens`."""
     return text_tokens(tokenizer, text).ids
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.methods.base.part import Part
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.methods.base.part import Part, linear_layers, train_copy
 from ctx_compress_rag.methods.base.reading import Reading
-from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import bos_id
 
@@ -56,7 +60,6 @@ class Tokenized:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens."""
         return len(self.ids)
 
 
@@ -119,13 +122,9 @@ class TokenCompressor(Compressor):
 
     @abstractmethod
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
-        """Compress right-padded passages at each ratio.
-
-        Shape: input_ids and attention_mask (batch, length)
-        """
+        """Compress right-padded passages at each ratio; ids and mask are (batch, length)."""
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """Compress a training batch at each ratio, with gradients; slots never span two windows."""
         pieces = windows([passage.ids for passage in passages], window)
         done = self.encode(*padded([ids for _, ids in pieces], self.backbone.device), ratios)
         return {
@@ -134,7 +133,6 @@ class TokenCompressor(Compressor):
 
     @torch.inference_mode()
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
-        """Compress passages for a store; slots never span two windows."""
         pieces = windows([passage.ids for passage in passages], window)
         done: dict[int, SoftContext] = {}
         device = self.backbone.device
@@ -174,3 +172,74 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
         else:
             made.append([i])
     return made
+
+
+class TrunkCompressor(Compressor):
+    """A compressor whose encoder is the decoder without its head: with LoRA, as a separate copy, or frozen.
+
+    In a class that is a `TokenCompressor`, too, it comes first.
+
+    Args:
+        backbone: the decoder.
+        tune: how the encoder is adapted (Simple Context Compression, section 5.1: LoRA separate from the decoder's).
+        layers: how many of the decoder's first layers the encoder has; None means all layers.
+
+    Raises:
+        ConfigError: the decoder does not have so many layers.
+    """
+
+    def __init__(self, backbone: Backbone, tune: TuneConfig, layers: int | None = None) -> None:
+        super().__init__(backbone)
+        if layers is not None and layers > (has := backbone.config.get_text_config().num_hidden_layers):
+            raise ConfigError(f"layers={layers}: the decoder has only {has} layers")
+        self.tune = tune
+        self.dim = backbone.dim
+        self._kept = layers
+        self.encoder = self._of(backbone.copy_model()) if tune.mode == "full" else None
+        if tune.mode == "lora":
+            backbone.add_adapter(self.side, self._lora)
+
+    def _of(self, model: Any) -> nn.Module:
+        """A causal LM's trunk, with the layers that the encoder has."""
+        trunk: nn.Module = model.base_model
+        return trunk if self._kept is None else _with_layers(trunk, _layers(trunk, model.config)[: self._kept])
+
+    def _lora(self) -> Any:
+        model = self.backbone.model
+        if self._kept is None:
+            return lora_config(self.tune)
+        return _lora_of_layers(self.tune, _layers(model.base_model, model.config)[: self._kept])
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        if self.encoder is not None:
+            return train_copy(self.encoder)
+        return self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
+
+    @contextmanager
+    def trunk(self) -> Iterator[Any]:
+        """Lock the encoder, a transformers model without a head, for this thread within the context."""
+        with self.backbone.use(self.side if self.tune.mode == "lora" else None):
+            yield self._of(self.backbone.model) if self.encoder is None else self.encoder
+
+
+def _layers(trunk: nn.Module, config: Any) -> nn.ModuleList:
+    return decoder_layers(trunk, config.get_text_config().num_hidden_layers)
+
+
+def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """A view of a trunk that runs these layers and then its final norm; the trunk itself stays whole."""
+    view = copy.copy(trunk)
+    view._modules = {
+        name: layers if isinstance(child, nn.ModuleList) and child[0] is layers[0] else child
+        for name, child in trunk._modules.items()
+    }
+    return view
+
+
+def _lora_of_layers(tune: TuneConfig, layers: nn.ModuleList) -> Any:
+    """The peft configuration for `tune` in only these layers, the first of a decoder."""
+    config = lora_config(tune)
+    if config.target_modules == "all-linear":  # peft cannot combine it with a choice of layers
+        config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}
+    config.layers_to_transform = list(range(len(layers)))
+    return config

@@ -86,11 +86,7 @@ class OneRatioConfig(MethodConfig):
     ratio: int = Field(gt=0)
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """Refuse any other ratio.
-
-        Raises:
-            RatioError: the first other ratio is named.
-        """
+        """Raise a RatioError for any other ratio."""
         for ratio in (base_ratio, *ratios):
             if ratio != self.ratio:
                 raise RatioError(

@@ -47,15 +47,10 @@ class Part(nn.Module, ABC):
         return {name: p for name, p in self.named_parameters() if p is not shared}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The tensors a bundle stores for this part."""
         return {name: p.detach().cpu().contiguous() for name, p in self.saved_parameters().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Load tensors that `saved_state` returned.
-
-        Raises:
-            BundleError: names or shapes differ from this part's.
-        """
+        """Load what `saved_state` returned; raises a BundleError if names or shapes differ."""
         parameters = self.saved_parameters()
         if odd := sorted(state.keys() ^ parameters.keys()):
             raise BundleError(

@@ -19,20 +19,16 @@ class LinearMap(nn.Linear):
         super().__init__(slot_dim, dim, bias=False)
 
     def initialize(self, slot_rms: float, embedding_rms: float) -> None:
-        """Initialize as a multiple of the identity that gives slots the root mean square of token embeddings.
+        """A multiple of the identity that gives slots the root mean square of token embeddings.
 
-        Hidden states and embeddings differ in size by up to two orders of magnitude; a decoder learns to
-        ignore inputs of an unusual size.
+        The two differ by up to two orders of magnitude; a decoder learns to ignore inputs of an unusual size.
         """
         with torch.no_grad():
             nn.init.eye_(self.weight)
             self.weight.mul_(embedding_rms / max(slot_rms, 1e-6))
 
     def forward(self, slots: Tensor) -> Tensor:
-        """Slots as the decoder's input embeddings, in this module's precision.
-
-        Shape: (slots, slot_dim) -> (slots, dim)
-        """
+        """Slots as input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
         return super().forward(slots.to(self.weight.dtype))
 
 
@@ -64,10 +60,7 @@ class TwoLayerMap(nn.Module):
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
     def forward(self, slots: Tensor) -> Tensor:
-        """Slots as the decoder's input embeddings, in this module's precision.
-
-        Shape: (slots, slot_dim) -> (slots, dim)
-        """
+        """Slots as input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
         slots = slots.to(self.inner.weight.dtype)
         if self.norm is not None:
             slots = self.norm(slots)
@@ -89,9 +82,6 @@ class Wrap(nn.Module):
         self.after = nn.Parameter(torch.zeros(config.after, dim))
 
     def forward(self, embedded: Tensor) -> Tensor:
-        """Surround a passage's slots, already in the decoder's embedding space.
-
-        Shape: (slots, dim) -> (positions(slots), dim)
-        """
+        """Surround a passage's input embeddings: (slots, dim) -> (positions(slots), dim)."""
         runs = embedded.split(self.config.every or max(1, len(embedded)))
         return torch.cat([part for run in runs for part in (self.before, run, self.after)])

@@ -62,10 +62,7 @@ class Reader(Part):
         return trained + (self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else [])
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
-        """A passage's slots as the decoder's input embeddings; `token_counts` is not used here.
-
-        Shape: (slots, dim), (slots,) -> (positions(slots), decoder dim)
-        """
+        """A passage's slots as input embeddings: (slots, dim), (slots,) -> (positions(slots), decoder dim)."""
         mapped: Tensor = slots if self.projection is None else self.projection(slots)
         return mapped if self.wrap is None else self.wrap(mapped)
 
@@ -75,10 +72,9 @@ class Reader(Part):
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        """Lock the transformers model that reads slots for this thread.
+        """Lock the model that reads slots for this thread.
 
-        Args:
-            slot_mask: bool (batch, length), True at the slots of the prompts that the model will read; not used here.
+        `slot_mask` is bool (batch, length), True at the slots of the prompts that it will read; not used here.
         """
         with self.backbone.use(self.side if self.tune.mode == "lora" else None) as model:
             yield model if self.own is None else self.own

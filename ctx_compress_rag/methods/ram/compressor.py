@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, padded
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, padded
 from ctx_compress_rag.methods.base.reading import PassageStore
-from ctx_compress_rag.methods.base.trunk import TrunkCompressor
 from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
 from ctx_compress_rag.methods.ram.parts import RecentParts, SkimmedPart
 from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
