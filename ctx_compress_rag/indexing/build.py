@@ -22,6 +22,9 @@ from ctx_compress_rag.store.passage import passages_in
 
 logger = logging.getLogger(__name__)
 
+_CHECKED = 200
+"""How many records are looked at for damage, or another key; reading meets what is damaged beside them."""
+
 
 @dataclass(frozen=True)
 class IndexReport:
@@ -83,8 +86,7 @@ def update_index(
     """Bring an index up to date with a folder or file; only new and changed passages are compressed.
 
     Texts are cut, embedded, compressed and written batch by batch, so memory holds at most one file's text and some
-    hundred passages, besides the ids. After an interruption, the same call resumes with what is missing. Passages that
-    Chroma's index lost in a kill are put back, with a warning.
+    hundred passages, besides the ids. After an interruption, the same call resumes with what is missing.
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
     are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
@@ -106,7 +108,7 @@ def update_index(
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
     if chunk_tokens < MIN_CHUNK_TOKENS:
         raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {MIN_CHUNK_TOKENS} or more")
-    repaired = index.store.discard_damaged(other_keys=False)
+    repaired = index.store.discard_damaged(other_keys=False, sample=_CHECKED)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
     given.costly = index.folder and index.folder / "costly_documents.json"
@@ -124,9 +126,6 @@ def update_index(
     stale = [id for id, source in cut.stored.items() if id not in cut.ids and source in cut.sources]
     gone = [id for id, source in cut.stored.items() if source not in cut.sources and not given.cannot_read(source)]
     index.remove(stale + gone if prune else stale)
-    restored = index.restore_vectors()
-    if restored:
-        logger.warning("put back %d passages that search could not find, %s first", len(restored), restored[0])
     return IndexReport(
         files=cut.files,
         added=added,

@@ -8,6 +8,7 @@ under the same ids.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from ctx_compress_rag.store.place import Place
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
+
+logger = logging.getLogger(__name__)
 
 COLLECTION = "passages"
 BUNDLE_KEY = "ctx_bundle"
@@ -98,6 +101,7 @@ class PassageIndex:
         folder: where it is.
         store: the soft contexts.
         embedder: the sentence encoder that passages and questions are compared with.
+        interrupted: whether a process was killed while it wrote to the folder, and `mend` has not been called since.
     """
 
     def __init__(self, folder: str | Place, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
@@ -109,6 +113,7 @@ class PassageIndex:
         self.store = SoftContextStore(place, bundle, collection=COLLECTION, codec=codec)
         about = {BUNDLE_KEY: bundle_name, EMBEDDER_KEY: embedder}
         self._passages = PassageCollection(place, COLLECTION, _COSINE, about)
+        self.interrupted = self._passages.interrupted()
 
     def add(self, passages: Iterable[Passage]) -> Iterator[Added]:
         """Store the passages that are missing; yield counts, batch by batch, once a batch is on disk.
@@ -138,18 +143,24 @@ class PassageIndex:
         found = set(self._passages.existing(ids))
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
-    def restore_vectors(self) -> list[str]:
+    def mend(self) -> list[str]:
         """Put back the vectors of passages that are stored but in no search result; return their ids.
 
         Chroma's index may have lost them if a process was killed while it wrote.
         """
-        lost = self._passages.unsearchable()
-        for ids in pages(lost):
+        restored: list[str] = []
+        for ids in pages(self._passages.unsearchable()):
             found = {id: (str(text), row) for id, (text, row) in self._passages.texts(ids).items() if text}
-            texts = [text for text, _ in found.values()]
-            vectors: Any = passage_vectors(texts, self.embedder)
-            self._passages.upsert(list(found), vectors, [row for _, row in found.values()], texts)
-        return lost
+            if found:
+                texts = [text for text, _ in found.values()]
+                vectors: Any = passage_vectors(texts, self.embedder)
+                self._passages.upsert(list(found), vectors, [row for _, row in found.values()], texts)
+                restored += found
+        if restored:
+            logger.warning("put back %d passages that search could not find, %s first", len(restored), restored[0])
+        self._passages.place.mended()
+        self.interrupted = False
+        return restored
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove passages from both collections."""
@@ -208,7 +219,7 @@ def open_index(
     device: str | None = None,
     dtype: str | None = None,
 ) -> PassageIndex:
-    """Open the index in a Chroma folder.
+    """Open the index in a Chroma folder; mend it if a process was killed while it wrote.
 
     Args:
         folder: the folder.
@@ -241,7 +252,14 @@ def open_index(
         )
     name = bundle or recorded or DEFAULT_BUNDLE
     loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
-    return PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
+    index = PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
+    try:
+        if index.interrupted:
+            index.mend()
+    except BaseException:
+        index.close()
+        raise
+    return index
 
 
 @dataclass(frozen=True)

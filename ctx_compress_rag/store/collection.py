@@ -93,6 +93,12 @@ class Collection:
             return {} if found is None else self._metadata(found)
 
     @shielded
+    def interrupted(self) -> bool:
+        """Whether a process was killed while it wrote to the folder, so that records may be in no search result."""
+        with self._reading():
+            return self.place.interrupted()
+
+    @shielded
     def count(self) -> int:
         """How many records there are."""
         with self._reading() as found:

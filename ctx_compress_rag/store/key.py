@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.store.marker import MIN_KEY_BYTES, MarkerCodec
+from ctx_compress_rag.store.place import DRAFT, Place, locked
 
 KEY_VARIABLE = "CTX_COMPRESS_KEY"
 KEY_FILE = "ctx-compress.key"
@@ -26,18 +25,17 @@ class Signer:
 
     Args:
         key: the secret; None takes the first of the others that there is.
-        folder: the store's folder; None if it has none.
-        remote: whether the store is on a server.
+        place: where the store is.
 
     Raises:
         StoreError: the store is on a server and has no key; raised here, not at the first marker.
         ConfigError: the key is too short, or no bytes.
     """
 
-    def __init__(self, key: bytes | None, folder: Path | None, *, remote: bool) -> None:
-        self._key, self._folder, self._remote = key, folder, remote
+    def __init__(self, key: bytes | None, place: Place) -> None:
+        self._key, self._place = key, place
         self._file: Path | None = None
-        if remote or key is not None:
+        if place.remote or key is not None:
             self.codec("")
 
     def codec(self, fingerprint: str) -> MarkerCodec:
@@ -71,10 +69,10 @@ class Signer:
                     "openssl rand -hex 32), or unset the variable"
                 )
             return key
-        if self._folder is not None:
-            self._file = self._folder / KEY_FILE
+        if self._place.folder is not None:
+            self._file = self._place.folder / KEY_FILE
             return key_from_file(self._file)
-        if not self._remote:
+        if not self._place.remote:
             return _process_key
         raise StoreError(
             f"a store on a server needs a key that all its users share: set {KEY_VARIABLE} (openssl rand -hex 32), or "
@@ -114,11 +112,11 @@ def key_from_file(path: Path, new: bytes | None = None) -> bytes:
 
 def _create(path: Path, key: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{KEY_FILE}-")  # mkstemp's mode is 0600
-    try:
-        with os.fdopen(handle, "w") as file:
+    draft = path.with_name(path.name + DRAFT)
+    with locked(path.parent):
+        if path.exists():  # another process's
+            return
+        draft.unlink(missing_ok=True)  # of a process that was killed here
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(key.hex())
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # whole or not at all, and never over another process's key
-    finally:
-        os.unlink(draft)
+        draft.rename(path)

@@ -164,19 +164,15 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
     return Passage(text, name, _scalars(metadata))
 
 
-def to_passages(
-    documents: Iterable[object], ids: Sequence[str] | None = None, *, repeats: bool = False
-) -> dict[str, Passage]:
-    """Check all documents, before any is written; return them as passages by id, in order.
+def listed_passages(documents: Iterable[object], ids: Iterable[str] | None = None) -> list[Passage]:
+    """Check all documents, before any is written; return a passage for each, with an id.
 
     Args:
         documents: see `to_passage`; or a Chroma collection.
         ids: one per document.
-        repeats: accept an id given twice with the same text, as retrievers may return it. Equal texts given
-            without an id share one, and are always accepted.
 
     Raises:
-        ConfigError: as `to_passage`, or the numbers of ids and documents differ, or an id is given twice.
+        ConfigError: as `to_passage`, or the numbers of ids and documents differ.
     """
     if isinstance(documents, chromadb.Collection):
         documents = passages_in(documents)
@@ -186,14 +182,26 @@ def to_passages(
             "a framework's vector store, or of what its `get` returned, give its chromadb collection"
         )
     items = list(documents)
-    ids = None if ids is None else _listed(ids)
-    if ids is not None and len(ids) != len(items):
-        raise ConfigError(f"{len(ids)} ids for {len(items)} documents: give one id per document")
+    names = [None] * len(items) if ids is None else _listed(ids)
+    if len(names) != len(items):
+        raise ConfigError(f"{len(names)} ids for {len(items)} documents: give one id per document")
+    return [to_passage(item, name, place) for place, (item, name) in enumerate(zip(items, names, strict=True))]
+
+
+def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:
+    """Passages by id, in order.
+
+    Args:
+        listed: the passages.
+        repeats: accept an id given twice with the same text, as retrievers may return it. Equal texts given
+            without an id share one, and are always accepted.
+
+    Raises:
+        ConfigError: an id is given twice.
+    """
     passages: dict[str, Passage] = {}
-    for i, item in enumerate(items):
-        passage = to_passage(item, None if ids is None else ids[i], i)
-        assert passage.id is not None
-        known = passages.setdefault(passage.id, passage)
+    for passage in listed:
+        known = passages.setdefault(str(passage.id), passage)
         if known is passage:
             continue
         if known.text != passage.text:

@@ -4,7 +4,8 @@ In a folder, one engine is at work at a time, of all processes and threads: each
 for milliseconds. Chroma needs that: with two writers, records were lost; it writes even when it reads; and an engine
 keeps part of the index in memory, which it may write over what others wrote since it was opened. Therefore each write
 opens a new engine and leaves a new generation number, and whoever finds a new number reopens its engine. The operating
-system releases the lock of a process that dies, however it dies.
+system releases the lock of a process that dies, however it dies; what follows the number says that a write was
+not finished.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ DEFAULT_TIMEOUT = 30.0
 READ_TIMEOUT = 60.0
 """Seconds that a read waits for the folder's lock, and as many for Chroma's answer."""
 LOCK_FILE = "ctx-compress.lock"
+DRAFT = ".draft"
+"""The end of a name of a file that is being made."""
 _GENERATION_FILE = "ctx-compress.generation"
+_UNFINISHED, _FINISHED = b"w", b"."  # what ends a generation number
 _POLL = 0.002
 
 
@@ -74,6 +78,13 @@ class Place(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close what this library opened."""
+
+    def interrupted(self) -> bool:
+        """Whether a write was not finished, so that Chroma's index may lack records; to ask while `reading`."""
+        return False
+
+    def mended(self) -> None:  # noqa: B027
+        """Note that the index was looked through, and lacks none."""
 
     def disk_bytes(self) -> int | None:
         """Bytes of all files; None if it is no folder."""
@@ -156,8 +167,8 @@ class Folder(Place):
         if not has_database(self.folder):
             yield None
             return
-        with limited(2 * timeout, partial(self._silent, timeout)), self._locked(timeout):
-            generation = self._read_generation()
+        with limited(2 * timeout, partial(self._silent, timeout)), locked(self.folder, timeout):
+            generation = self._read_generation()[:-1]
             try:
                 with explained(self.where, self.folder):
                     if self._engine is None or generation != self._generation:
@@ -174,21 +185,18 @@ class Folder(Place):
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreWriteError(f"cannot make the folder {self.where} ({error.strerror}): give another") from error
-        with self._locked(timeout):
+        with locked(self.folder, timeout):
             if fault := lacks_room(self.folder):
                 # Not only after Chroma has failed: what it then cannot apply, it tries to apply before each read.
                 raise StoreWriteError(f"cannot write to {self.where} ({fault}): make room")
             # Before the first write, so that readers reopen their engines even if this process is killed.
-            generation = secrets.token_bytes(8)
-            self._write_generation(generation)
-            try:
-                with explained(self.where, self.folder, writing=True):
-                    self._reopen(generation)
-                    assert self._engine is not None
-                    yield self._engine
-            except BaseException:
-                self.close()  # an engine whose write failed, on a full disk, may fail at reads, too
-                raise
+            generation, state = secrets.token_bytes(8), _UNFINISHED if self.interrupted() else _FINISHED
+            self._write_generation(generation + _UNFINISHED)
+            with explained(self.where, self.folder, writing=True):
+                self._reopen(generation)
+                assert self._engine is not None
+                yield self._engine
+            self._write_generation(generation + state)
 
     @shielded
     def close(self) -> None:
@@ -196,6 +204,16 @@ class Folder(Place):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+
+    def interrupted(self) -> bool:
+        """See `Place`."""
+        return self._read_generation().endswith(_UNFINISHED)
+
+    @shielded
+    def mended(self) -> None:
+        """See `Place`."""
+        with locked(self.folder):
+            self._write_generation(self._read_generation()[:-1] + _FINISHED)
 
     @shielded
     def back_up(self, target: Path, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -212,12 +230,14 @@ class Folder(Place):
         if target.exists() or target.resolve().is_relative_to(self.folder):
             raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
         draft: Path | None = None
-        with self._locked(timeout):
+        with locked(self.folder, timeout):
             self.close()
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-                shutil.copytree(self.folder, draft, ignore=shutil.ignore_patterns(LOCK_FILE), dirs_exist_ok=True)
+                shutil.copytree(
+                    self.folder, draft, ignore=shutil.ignore_patterns(LOCK_FILE, f"*{DRAFT}"), dirs_exist_ok=True
+                )
                 draft.rename(target)
             except (OSError, shutil.Error) as error:
                 raise StoreError(
@@ -226,29 +246,6 @@ class Folder(Place):
             finally:
                 if draft is not None:
                     shutil.rmtree(draft, ignore_errors=True)
-
-    @contextmanager
-    def _locked(self, timeout: float) -> Iterator[None]:
-        # A new object each time: one that is shared lets every thread in.
-        lock = filelock.FileLock(self.folder / LOCK_FILE, timeout=timeout, poll_interval=_POLL, thread_local=False)
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise StoreLockedError(
-                f"another process, or another thread of this one, has been reading or writing in {self.where} for "
-                f"{timeout:g} seconds: try again, wait longer (lock_timeout, read_timeout), stop it, or use a server "
-                f"for all (`chroma run --path {self.where}` and chromadb.HttpClient)"
-            ) from None
-        except OSError as error:
-            raise StoreWriteError(
-                f"cannot write {lock.lock_file} ({error.strerror}), and Chroma must write even to read: check that the "
-                "folder, its files and the disk are writable, or let their owner run a server (`chroma run --path "
-                f"{self.where}`) and give chromadb.HttpClient(...)"
-            ) from error
-        try:
-            yield
-        finally:
-            lock.release()
 
     def _reopen(self, generation: bytes) -> None:
         self.close()
@@ -271,3 +268,28 @@ class Folder(Place):
                 os.close(handle)
         except OSError as error:
             raise StoreWriteError(f"cannot write {path} ({error.strerror}): check the folder and its disk") from error
+
+
+@contextmanager
+def locked(folder: Path, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
+    """Hold a folder's lock; raises as `Folder.writing` does."""
+    # A new object each time: one that is shared lets every thread in.
+    lock = filelock.FileLock(folder / LOCK_FILE, timeout=timeout, poll_interval=_POLL, thread_local=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise StoreLockedError(
+            f"another process, or another thread of this one, has been reading or writing in {folder} for {timeout:g} "
+            "seconds: try again, wait longer (lock_timeout, read_timeout), stop it, or use a server for all (`chroma "
+            f"run --path {folder}` and chromadb.HttpClient)"
+        ) from None
+    except OSError as error:
+        raise StoreWriteError(
+            f"cannot write {lock.lock_file} ({error.strerror}), and Chroma must write even to read: check that the "
+            f"folder, its files and the disk are writable, or let their owner run a server (`chroma run --path "
+            f"{folder}`) and give chromadb.HttpClient(...)"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()

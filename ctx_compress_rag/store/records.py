@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_byt
 from ctx_compress_rag.store.collection import Collection, Row, batches, pages
 from ctx_compress_rag.store.key import Signer
 from ctx_compress_rag.store.marker import Marker, MarkerCodec
-from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, to_passages
+from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, listed_passages, unique
 from ctx_compress_rag.store.place import Place
 from ctx_compress_rag.store.record import Labels, Record, full_hash, text_hash
 from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
@@ -167,7 +168,7 @@ class Records(Collection):
 
         Each comes with its record id.
         """
-        passages = None if texts is None else to_passages(texts, ids, repeats=True)
+        passages = None if texts is None else unique(listed_passages(texts, ids), repeats=True)
         places = readable(scope)
         stored = self.rows([record_id(id, place) for id in ids for place in places])
         found: dict[str, tuple[str, Record]] = {}
@@ -219,10 +220,11 @@ class Records(Collection):
             held.update(passage_id(key) for key in self._matching("text_hash", text_hash, rest))
         return held
 
-    def unreadable(self) -> dict[str, bool]:
-        """Map each unreadable record, in all scopes, to True if it is intact but signed with another key."""
+    def unreadable(self, sample: int | None = None) -> dict[str, bool]:
+        """Map each unreadable record (of a sample), in all scopes, to True if it is intact but of another key."""
         found: dict[str, bool] = {}
-        for ids in pages(self.ids()):
+        everything = self.ids()
+        for ids in pages(everything if sample is None else random.sample(everything, min(sample, len(everything)))):
             for id, row in self.rows(ids).items():
                 signed = intact = False
                 with suppress(PayloadError):

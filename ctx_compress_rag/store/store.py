@@ -37,9 +37,10 @@ from ctx_compress_rag.store.passage import (
     SyncReport,
     checked_ids,
     content_id,
+    listed_passages,
     passage_batches,
     passages_in,
-    to_passages,
+    unique,
 )
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
 from ctx_compress_rag.store.record import payload_of
@@ -47,6 +48,8 @@ from ctx_compress_rag.store.records import Records
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import abandoned, shielded
 from ctx_compress_rag.strict import as_int, as_seconds
+
+_LEAST_TIMEOUT = 0.1
 
 
 class SoftContextStore(ProcessBound):
@@ -71,7 +74,7 @@ class SoftContextStore(ProcessBound):
         key: secret that signs markers; by default the first that `key.Signer` finds.
         scope: default tenant or user, if neither the call nor `marker.scope` names one.
         lock_timeout: seconds that a write waits for others that read or write, 0 or more.
-        read_timeout: seconds that a read waits for others, and as many for Chroma's answer.
+        read_timeout: seconds that a read waits for others, and as many for Chroma's answer, 0.1 or more.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -102,9 +105,10 @@ class SoftContextStore(ProcessBound):
             ratio = as_int("ratio", ratio)
             bundle.check_ratio(ratio)
         timeouts = as_seconds("lock_timeout", lock_timeout), as_seconds("read_timeout", read_timeout)
+        if timeouts[1] < _LEAST_TIMEOUT:
+            raise ConfigError(f"read_timeout={read_timeout}: give {_LEAST_TIMEOUT} seconds or more; opening takes time")
         name, place = companion(location, collection), connect(location)
-        signer = Signer(key, place.folder, remote=place.remote)
-        self._records = Records(place, name, bundle, signer, codec, ratio, *timeouts)
+        self._records = Records(place, name, bundle, Signer(key, place), codec, ratio, *timeouts)
         self._writing = threading.Lock()
 
     # Writing
@@ -141,7 +145,7 @@ class SoftContextStore(ProcessBound):
             StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
-        checked = to_passages(documents, ids)
+        checked = unique(listed_passages(documents, ids))
         with self._writing:
             changes = self._records.compare({record_id(id, scope): each for id, each in checked.items()})
             self._records.relabel(changes.labels)
@@ -163,7 +167,7 @@ class SoftContextStore(ProcessBound):
             PayloadError: a payload is damaged; nothing of this call is stored.
         """
         scope = self._scope(scope)
-        checked = to_passages(passages)
+        checked = unique(listed_passages(passages))
         payloads = [str(payload) for payload in made["payload"]]
         if other := next((str(each) for each in made["fingerprint"] if each != self.fingerprint), None):
             raise FingerprintMismatchError(
@@ -200,8 +204,8 @@ class SoftContextStore(ProcessBound):
         of it (an excerpt) is stored beside it, under a hash of the text.
         """
         scope = self._scope(scope)
-        passages = to_passages(texts, ids, repeats=True)
-        ids = [content_id(text) for text in texts] if ids is None else checked_ids(ids)
+        given = listed_passages(texts, ids)
+        passages, ids = unique(given, repeats=True), [str(passage.id) for passage in given]
         places = self._places(passages, scope)
         if None in places.values():
             with self._writing:
@@ -226,16 +230,17 @@ class SoftContextStore(ProcessBound):
         """The ids of passages in all scopes with records damaged or not signed with this key. Reads every record."""
         return [passage_id(id) for id in self._records.unreadable()]
 
-    def discard_damaged(self, *, other_keys: bool = True) -> list[str]:
+    def discard_damaged(self, *, other_keys: bool = True, sample: int | None = None) -> list[str]:
         """Delete what `damaged` finds; the next `add` of the same passages compresses them again.
 
         Args:
             other_keys: also delete intact records that are not signed with this key; if False, they raise an error.
+            sample: look at so many records only, drawn at random.
 
         Raises:
             StoreError: `other_keys` is False and there are such records; nothing is deleted.
         """
-        unreadable = self._records.unreadable()
+        unreadable = self._records.unreadable(sample)
         if not other_keys and (intact := [passage_id(id) for id, is_intact in unreadable.items() if is_intact]):
             raise StoreError(
                 f"{len(intact)} records (first: {intact[0]!r}) are intact but not signed with the key in use: set "
@@ -288,9 +293,9 @@ class SoftContextStore(ProcessBound):
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Whether each text is stored under its id: False if the id is missing or stored with another text."""
-        ids = [content_id(text) for text in texts] if ids is None else checked_ids(ids)
-        held = self._records.holding(to_passages(texts, ids, repeats=True), self._scope(scope))
-        return [id in held for id in ids]
+        given = listed_passages(texts, ids)
+        held = self._records.holding(unique(given, repeats=True), self._scope(scope))
+        return [passage.id in held for passage in given]
 
     def ids(self, scope: str | None = None) -> list[str]:
         """The ids of the scope's own passages."""

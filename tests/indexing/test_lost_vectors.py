@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import chromadb
 import numpy as np
 import pytest
 
+from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.indexing.index import COLLECTION, PassageIndex, make_passage
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, passage_vectors
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.place import Folder
 from helpers.store import WordBundle, passage
 
 QUICK: Any = {"hnsw": {"space": "cosine", "sync_threshold": 100, "batch_size": 100}}
@@ -50,12 +53,15 @@ def test_an_index_puts_them_back(tmp_path: Path) -> None:
 
     lose(folder, add)
     bundle: Any = WordBundle()
+    with suppress(StoreError), Folder(folder).writing(10):
+        raise StoreError("as if the process were killed")
     with PassageIndex(str(folder), bundle, "words", None, PACKAGED) as index:
-        lost = index.restore_vectors()
+        assert index.interrupted
+        lost = index.mend()
         assert sorted(lost) == sorted(str(each.id) for each in passages[100:])
         for [hit], each in zip(index.search([each.text for each in passages], 1), passages, strict=True):
             assert (hit.id, hit.source) == (each.id, each.metadata["source"])
-        assert index.restore_vectors() == []
+        assert index.mend() == [] and not index.interrupted
 
 
 def test_of_an_apps_own_collection_they_are_reported_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

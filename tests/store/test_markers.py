@@ -18,6 +18,7 @@ from ctx_compress_rag.errors import MissingPassageError, PayloadError, RatioErro
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_FILE, KEY_VARIABLE, key_from_file
 from ctx_compress_rag.store.marker import MAX_FACTOR, Marker, MarkerCodec, escaped_markers
+from ctx_compress_rag.store.place import DRAFT, LOCK_FILE
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
@@ -177,6 +178,8 @@ def test_the_key_is_not_in_chroma(store: SoftContextStore, tmp_path: Path) -> No
 
 
 def test_processes_that_make_the_key_at_once_agree(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / f"key{DRAFT}").write_text("half")  # left by a process that was killed
     start = threading.Barrier(8)
 
     def make(_: int) -> bytes:
@@ -185,7 +188,7 @@ def test_processes_that_make_the_key_at_once_agree(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(make, range(8)))) == 1
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["key"]
+    assert {p.name for p in (tmp_path / "new").iterdir()} - {LOCK_FILE} == {"key"}
 
 
 def test_the_given_key_comes_before_the_environments_and_that_before_the_files(

@@ -27,6 +27,7 @@ Row = dict[str, Any]
 DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
     "another passage's payload": lambda row, other: {"payload": other["payload"]},
     "another passage's text": lambda row, other: {"text": other["text"], "text_hash": other["text_hash"]},
+    "another passage's text alone": lambda row, other: {"text": other["text"]},
     "another passage's name": lambda row, other: {"marker": other["marker"]},
     "another passage's record": lambda row, other: other,
     "fewer slots": lambda row, other: {"slots": 1},
@@ -66,7 +67,7 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
         if name in ("a payload cut short", "another passage's payload"):  # the text is still good
             assert store.get_passages(["p1"])[0].text == passage(1)
         reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.fetch(markers[:2])]
-        if name == "a text that is none":  # which slots do without
+        if name in ("a text that is none", "another passage's text alone"):  # which slots do without
             reads = [lambda: store.get_passages(["p1"])]
         for read in reads:
             with pytest.raises((PayloadError, KeyError), match="'p1' is damaged.*add it again|no passage"):
@@ -76,6 +77,31 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
         assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
         assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
         assert store.discard_damaged() == []
+
+
+def test_a_record_of_another_collection_is_refused(tmp_path: Path) -> None:
+    bundle = WordBundle()
+    with (
+        SoftContextStore(tmp_path, bundle, key=KEY) as store,
+        SoftContextStore(tmp_path, bundle, key=KEY, collection="other") as other,
+    ):
+        add(store, 1)
+        other.add([passage(7)], ["p0"], progress=False)
+        theirs = chromadb.PersistentClient(tmp_path).get_collection("other-ctx", embedding_function=None)
+        records(tmp_path).update(ids=theirs.get()["ids"], metadatas=theirs.get()["metadatas"])
+        for read in (lambda: store.get(["p0"]), lambda: store.get_passages(["p0"]), lambda: store.markers(["p0"], 4)):
+            with pytest.raises(PayloadError, match="'p0' is damaged.*collection"):
+                read()
+        assert store.discard_damaged() == ["p0"] and other.damaged() == []
+
+
+def test_a_sample_of_records_shows_another_key(tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
+        add(store, 20)
+    with SoftContextStore(tmp_path, WordBundle(), key=KEY[::-1]) as store:
+        with pytest.raises(StoreError, match="3 records"):
+            store.discard_damaged(other_keys=False, sample=3)
+        assert len(store) == 20 == len(store.damaged())
 
 
 def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -24,6 +25,8 @@ from ctx_compress_rag.store.key import KEY_FILE
 from ctx_compress_rag.store.place import LOCK_FILE, Folder
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
+
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 # Ctrl-C
 
@@ -97,6 +100,36 @@ def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path,
             store.add(texts, progress=False)
         report = store.add(texts, progress=False)  # waits for the batch that was begun
         assert report.unchanged > 0 and report.added > 0 and len(store) == 120
+
+
+def test_what_was_begun_at_an_interrupt_is_finished_before_the_process_ends(tmp_path: Path) -> None:
+    code = f"""{WRITE}
+import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Slow(WordBundle):
+    def compress(self, texts, ratio=None):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        return super().compress(texts, ratio)
+SoftContextStore(sys.argv[1], Slow()).add([passage(n, 700) for n in range(120)], progress=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[1], env=ENV)
+    assert done.returncode == -signal.SIGINT
+    with SoftContextStore(tmp_path, WordBundle()) as store:
+        assert 0 < len(store) < 120
+
+
+def test_without_a_thread_to_start_all_goes_on_in_the_callers(tmp_path: Path, bundle: WordBundle) -> None:
+    before = threading.stack_size(1 << 46)  # for which no machine has the memory
+    try:
+        with pytest.raises(RuntimeError):
+            threading.Thread(target=print).start()
+        with SoftContextStore(tmp_path, bundle) as store:
+            assert add(store, 2).added == 2 and store.get(["p0"])[0] is not None
+        with pytest.raises(StoreError, match="closed"):
+            store.get(["p0"])
+    finally:
+        threading.stack_size(before)
 
 
 # Forks

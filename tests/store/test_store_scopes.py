@@ -70,6 +70,17 @@ def test_a_tenants_marker_ends_with_its_own_passage(store: SoftContextStore) -> 
         store.text_of([marker])
 
 
+def test_a_tenants_marker_finds_its_own_record_first(store: SoftContextStore) -> None:
+    for tenant in ("ann", markers.DEFAULT_SCOPE):
+        store.add([passage(1)], ["a"], progress=False, scope=tenant)
+    [marker] = store.split(store.marker("a", 4, "ann"), "ann")
+    raw = chromadb.EphemeralClient().get_collection("tenants-ctx", embedding_function=None)
+    raw.update(ids=[record_id("a", markers.DEFAULT_SCOPE)], metadatas=[{"payload": "damaged"}])
+    reader = SoftContextStore(chromadb.EphemeralClient(), store.bundle, collection="tenants")  # remembers no marker
+    assert reader.text_of([marker]) == [passage(1)]
+    assert_same(reader.fetch([marker])[0], store.bundle.at(passage(1), 4))
+
+
 def test_what_has_no_scope_is_shared_and_a_tenants_own_comes_first(store: SoftContextStore, bundle: WordBundle) -> None:
     add(store, 2)
     bundle.calls.clear()
