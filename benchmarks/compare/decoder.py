@@ -28,14 +28,6 @@ def merge_teacher(decoder: str | GgufDecoder, teacher: str, folder: Path) -> Non
     """Write a decoder with a LoRA adapter merged into its weights, unless it is there already.
 
     The weights are bfloat16, so that training can hold them frozen in bfloat16 without changing them.
-
-    Args:
-        decoder: a folder, hub id or GGUF file.
-        teacher: see `teacher_folder`.
-        folder: the output folder, which appears only when it is complete.
-
-    Raises:
-        BundleError: the decoder or teacher is missing, or they do not fit each other.
     """
     if folder.exists():
         return

@@ -19,23 +19,10 @@ def plot_panels(
     ylabel: str = "answer F1",
     title: str | None = None,
 ) -> Path:
-    """Save several plots of score against compression ratio side by side, on the same axes, as one PNG.
+    """Save several plots of score against ratio side by side, on the same axes, as one PNG.
 
-    Args:
-        path: the file; its folder is made.
-        panels: the curves of each plot by its heading, of which five can be told apart.
-        shared: curves that every plot shows in grey, for comparison.
-        levels: scores that have no ratio, drawn as horizontal lines in every plot.
-        ticks: the ratios named on the axis.
-        ylabel: name of the score.
-        title: a line above the plots.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigError: there is no plot.
-        MissingExtraError: matplotlib is not installed.
+    `panels` has the curves of each plot by its heading, `shared` those that every plot shows in grey, and `levels`
+    scores that have no ratio, drawn as horizontal lines.
     """
     if not panels:
         raise ConfigError("there is nothing to plot: no panels")

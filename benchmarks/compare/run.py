@@ -147,16 +147,7 @@ class EntryJob:
 
 
 def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[EntryJob]:
-    """Write the output folder's decoder and recipes, and return what has no result yet, the baselines first.
-
-    Args:
-        comparison: what to compare.
-        names: the entries to train and score.
-        plan: the budget, the questions and the output folder.
-
-    Raises:
-        ConfigError: a number is impossible, the folder holds another run, or an entry cannot be trained as written.
-    """
+    """Write the output folder's decoder and recipes, and return what has no result yet, the baselines first."""
     if plan.questions < 2:
         raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
     if plan.budget.passages < 1:
@@ -177,14 +168,9 @@ def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[En
 
 
 def run_jobs(todo: Sequence[EntryJob], jobs: int) -> None:
-    """Train and score entries.
+    """Train and score what `prepare` returned, in so many processes, each with its share of the threads.
 
-    Args:
-        todo: what `prepare` returned.
-        jobs: processes that work at the same time, each with its share of the processor's threads.
-
-    Raises:
-        CtxCompressError: an entry failed; with several jobs the others are finished first.
+    If an entry fails, its error is raised, with several jobs once the others are finished.
     """
     if jobs == 1:
         for job in todo:
@@ -249,9 +235,6 @@ def check_recipes(comparison: Comparison, folder: Path) -> None:
     """Refuse a comparison that describes entries otherwise than they were trained in a folder.
 
     Entries that are not trained now count, too: the report shows their results. The folder and files may have moved.
-
-    Raises:
-        ConfigError: an entry's recipe differs from the one in the folder.
     """
     run = read_run(folder)
     for name in comparison.entries:

@@ -49,24 +49,14 @@ class Published:
 def convert(
     name: str, source: str | Path | None, output: str | Path, *, split: str = "validation", limit: int | None = None
 ) -> int:
-    """Write a published data set as rows of question, answers, context and evidence.
+    """Write one of `SETS` as rows of question, answers, context and evidence; returns the number of questions.
 
     Evidence is the sentences, paragraphs or passages that a set marks. Sets that only give answers have none: stage ram
-    then searches the passages for the answers, word by word.
-
-    Args:
-        name: one of `SETS`.
-        source: its published file; None fetches it from the hub.
-        output: the JSONL file to write.
-        split: the split to take from the hub, or from a file that holds all splits (NarrativeQA).
-        limit: maximum number of questions.
-
-    Returns: the number of questions written.
+    then searches the passages for the answers, word by word. Without a `source`, its published file, the set is
+    fetched from the hub; `split` is taken from the hub, or from a file that holds all splits (NarrativeQA).
 
     Raises:
-        DataError: the set, file or split does not exist, the file is damaged or has another form, there are no
-            passages, or the hub cannot provide the set.
-        MissingExtraError: the hub is needed and `datasets` is not installed.
+        DataError: the set, file or split does not exist, the file is damaged or has another form, or has no passages.
     """
     if name not in SETS:
         raise DataError(f"no data set {name!r}: choose from {', '.join(SETS)}")

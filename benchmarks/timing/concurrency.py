@@ -71,14 +71,7 @@ def endless(bundle: Bundle) -> Iterator[None]:
 
 
 def concurrency(decoder: Decoder, prompts: Sequence[PromptLike], new_tokens: int = 64, rounds: int = 3) -> Concurrency:
-    """Time several callers that ask at the same time, each with one of the prompts.
-
-    Args:
-        decoder: answers; its batch size should be at least the number of prompts.
-        prompts: one for each caller.
-        new_tokens: the most tokens of an answer.
-        rounds: how often everything is timed, after one warm-up round.
-    """
+    """Time several callers that ask at the same time, each with one of the prompts; the batch should hold them all."""
     sampling = Sampling(max_tokens=new_tokens)
     found = [_round(decoder, prompts, sampling) for _ in range(rounds + 1)][1:]
     shares, batch, streams, turns, last, first, alone = (median(column) for column in zip(*found, strict=True))

@@ -44,13 +44,7 @@ class Cost:
 
 
 def measure(decoder: Decoder, questions: Sequence[Mapping[K, MakePrompt]], progress: bool = True) -> dict[K, Cost]:
-    """The cost of each system.
-
-    Args:
-        decoder: the decoder that answers.
-        questions: for each question, by system, the function that makes its prompt.
-        progress: show a progress bar.
-    """
+    """The cost of each system; a question has, by system, the function that makes its prompt."""
     phases = [{system: _phases(decoder, prompt) for system, prompt in prompts.items()} for prompts in questions]
     times = time_phases(phases, decoder.bundle.backbone.device, progress)
     flops = {system: [count_flops(systems[system]) for systems in phases] for system in times}

@@ -114,12 +114,7 @@ def first_token(
 ) -> dict[int, FirstToken]:
     """Time to the first token with `passages` as markers at each ratio and as text, in turn, after a warm-up round.
 
-    Args:
-        bundle: its decoder is timed.
-        passages: the passages in the prompt.
-        ratios: source tokens per slot.
-        rounds: how often everything is timed.
-        opened: makes the decoder, which may be in a server.
+    `opened` makes the decoder, which may be in a server.
     """
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
         decoder = opened(bundle, store)

@@ -175,19 +175,9 @@ def world_examples(
 ) -> list[Example]:
     """Make `count` examples; consecutive ones share a world, so their passages need encoding only once.
 
-    Args:
-        split: which names may appear.
-        seed: the first world's seed.
-        count: number of examples.
-        max_turns: maximum number of questions per example.
-        passages: numbers of passages per prompt, of which one is drawn for each sixteen consecutive examples:
-            batches of similar prompts need little padding.
-        named: share of sentences that name the passage's entity; None is 0.95.
-        alike: share of worlds whose passages are all about one kind of thing, as retrieved ones often are: then
-            only names tell them apart.
-
-    Raises:
-        DataError: there is no such split.
+    `passages` are numbers of passages per prompt, of which one is drawn for each sixteen consecutive examples: batches
+    of similar prompts need little padding. `alike` is the share of worlds whose passages are all about one kind of
+    thing, as retrieved ones often are: then only names tell them apart.
     """
     if split not in get_args(Split):
         raise DataError(f"the invented world has splits train, dev and test, not {split!r}")
