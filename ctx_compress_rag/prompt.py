@@ -20,7 +20,7 @@ Piece = Tensor
 
 
 class QuotedToken(NamedTuple):
-    """A token, and the fewest tokens that must follow before a quotation may end: 0 if it may end with this token."""
+    """A token, and how many tokens must follow at least before a quotation may end: 0 if it may end here."""
 
     id: int
     to_end: int

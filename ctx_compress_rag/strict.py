@@ -1,4 +1,4 @@
-"""Settings and arguments that are checked: the base class of settings, and what a wrong value is called in messages."""
+"""The base class of settings, checks of arguments, and how messages describe a wrong value."""
 
 from __future__ import annotations
 

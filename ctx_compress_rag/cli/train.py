@@ -17,7 +17,7 @@ def train(
         typer.Argument(
             metavar="RECIPE...",
             show_default=False,
-            help="YAML files, folders of them, or shipped ones: a recipe (demo/teacher) or a folder (smollm2).",
+            help="YAML files, folders of them, or shipped ones: a recipe (comprexit/answer) or a folder (smollm2).",
         ),
     ],
     minutes: Annotated[

@@ -255,7 +255,7 @@ class ArcAlignerReader(Reader):
                 self._slot_mask = outer
 
     def _forward(self, trunk: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The twin's trunk: its own `forward`, with algorithm 1 if a prompt has slots."""
+        """Stands for the `forward` of the twin's trunk: runs it, with algorithm 1 if the prompt has slots."""
         inputs = (
             dict(zip(_arguments(type(trunk).forward), args, strict=False)) | kwargs
         )  # architectures differ in their order

@@ -156,7 +156,7 @@ class SentenceEncoder:
 
 
 def _plain(tokenizer: Any, text: str) -> str:
-    """The text, with a space within each control token that it spells: an encoder takes no token ids."""
+    """The text, with a space put into each control token that it spells: the encoder takes text, not token ids."""
     return " ".join(text_parts(tokenizer, text)) if getattr(tokenizer, "is_fast", False) else text
 
 

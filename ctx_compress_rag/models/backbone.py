@@ -21,7 +21,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def name_without_peft(name: str) -> str:
-    """A parameter's name without peft, which wraps a layer once, and experts twice."""
+    """A parameter's name without what peft adds to it: once for a layer, twice for experts."""
     return name.replace("base_layer.", "")
 
 
@@ -35,7 +35,7 @@ class Backbone:
     Attributes:
         tokenizer: its tokenizer.
         adapters: names of the adapters.
-        lock: held by the thread that is inside `use`: a worker that it waits for would never get the model.
+        lock: held by the thread that is inside `use`. Do not wait there for a thread that needs the model: deadlock.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:

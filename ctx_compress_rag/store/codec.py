@@ -168,7 +168,7 @@ class Int4:
 
 
 CODECS: dict[str, Codec] = {"int8": Int8(), "fp16": Fp16(), "int4": Int4()}
-# `ctx-compress eval --codec ...` on the demo bundle: int8 and fp16 score the same at 4x and 16x, within 0.001 F1.
+# On benchmarks/world/bundle `ctx-compress eval --codec ...` scores int8 and fp16 alike at 4x and 16x, within 0.001 F1.
 DEFAULT_CODEC = "int8"
 _BY_CODE = {codec.code: codec for codec in CODECS.values()}
 

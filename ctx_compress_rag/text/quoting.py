@@ -24,7 +24,7 @@ _SPACED = re.compile(r"\S+")
 
 
 def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
-    """All quotations from texts: they begin with a word, or a mark after a space, and end with a word or a mark.
+    """All quotations from texts. Each starts at a word, or at punctuation that follows a space, and ends with either.
 
     None ends within a token: Chinese characters that share a token are quoted together.
 

@@ -78,7 +78,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
 
 
 def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: str) -> Iterator[_Start]:
-    """Where sentences begin; those without a token of their own go with the one before."""
+    """Where sentences begin. One that shares its only token with the sentence before belongs to that sentence."""
     # The splitter returns runs of white space as separate sentences.
     lengths = [(len(part), bool(part.strip())) for part in sentences(text, language)]
     ends = accumulate(length for length, _ in lengths)
@@ -117,7 +117,7 @@ def _begins_word(text: str, offsets: Sequence[tuple[int, int]], token: int) -> b
 
 
 def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
-    """The starts left after blank parts join the part before them, and a leading blank part joins the next."""
+    """The starts that remain once each blank part is joined to the part before it (a leading one to the next)."""
     ends = [*(start.char for start in starts[1:]), len(text)]
     kept = [s for s, end in zip(starts, ends, strict=True) if s.token == 0 or text[s.char : end].strip()]
     if len(kept) > 1 and not text[: kept[1].char].strip():
@@ -126,7 +126,7 @@ def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
 
 
 def _merged(starts: Sequence[_Start], tokens: int, limit: int) -> list[_Start]:
-    """The starts left after neighbors are joined, from the first on, within `limit` tokens."""
+    """The starts that remain once neighbors are joined, from the first on, while they fit into `limit` tokens."""
     kept: list[_Start] = []
     for start, end in zip(starts, [*starts[1:], _Start(0, tokens)], strict=True):
         if not kept or end.token - kept[-1].token > limit:

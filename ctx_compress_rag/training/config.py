@@ -57,8 +57,8 @@ class OptimConfig(Strict):
         batch_size: examples in a step, of all processes together.
         micro_batch_size: examples that a process takes at once; it does not change gradients. None: its whole share.
         learning_rate, final_learning_rate: after the warm-up the rate falls from one to the other by `schedule`.
-        muon_learning_rate: the rate of Muon, which then trains the matrices, and AdamW the rest: decoders as small as
-            the demo's learn to answer in a fraction of the steps.
+        muon_learning_rate: the rate of Muon, which then trains the matrices, and AdamW the rest: decoders
+            of a few million weights learn to answer in a fraction of the steps.
         warmup_ratio: share of the steps in which the rate rises from zero.
         average: decay of an exponential moving average of the weights, which is then saved instead of the last weights;
             0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with small

@@ -82,10 +82,10 @@ class Compressor(Part, Reading):
     dim: int
 
     def bundle_folder_known(self, folder: Path) -> None:
-        """Told the bundle's folder after loading, for files of its own there."""
+        """Called with the bundle's folder after loading, for a method that keeps files there."""
 
     def save_files(self, folder: Path) -> None:
-        """Write files that a bundle has besides its tensors into the bundle's folder."""
+        """Write the method's own files, other than tensors, into the bundle's folder."""
 
     @abstractmethod
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
@@ -107,7 +107,7 @@ class TokenCompressor(Compressor):
     """A compressor that reads token ids, longer passages window by window.
 
     If the decoder's tokenizer adds a BOS, each text is read after one, as in the decoder's training: many decoders
-    use the first position as an attention sink. The papers do not mention it. The BOS itself enters no slot.
+    use the first position as an attention sink. The papers do not mention it. No slot stands for the BOS itself.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -177,7 +177,7 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 class TrunkCompressor(Compressor):
     """A compressor whose encoder is the decoder without its head: with LoRA, as a separate copy, or frozen.
 
-    In a class that is a `TokenCompressor`, too, it comes first.
+    List it before `TokenCompressor` if a class has both.
 
     Args:
         backbone: the decoder.

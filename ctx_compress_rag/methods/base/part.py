@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UnregisteredModule(Generic[T]):
-    """Another module's modules: nn.Module does not look in here, so their weights do not count as the holder's."""
+    """Holds a module without registering it, so that its weights are not saved with the holder."""
 
     value: T
 
