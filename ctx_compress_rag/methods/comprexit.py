@@ -39,9 +39,9 @@ class ComprexitConfig(MethodConfig):
     transport_dim: int = Field(default=256, gt=0)
     temperature: float = Field(default=16.0, gt=0)
     segment_tokens: int = Field(default=128, gt=0)
-    # Slots should be anchored to their own field and still reach beyond it (figure 7b). Untrained, on the
-    # states of a decoder of 4 M weights at 4x, a slot takes 35% of its mass from its field at 0.1, 59% at 0.05 and 72% at 0.02. At 0.02,
-    # 30 iterations leave 2% of the mass in the wrong place; at 0.05, less than 0.1%.
+    # Slots should be anchored to their own field and still reach beyond it (figure 7b). Untrained, on the states of a
+    # decoder of 4 M weights at 4x, a slot takes 35% of its mass from its field at 0.1, 59% at 0.05 and 72% at 0.02. At
+    # 0.02, 30 iterations leave 2% of the mass in the wrong place; at 0.05, less than 0.1%.
     epsilon: float = Field(default=0.05, gt=0)
     iterations: int = Field(default=30, gt=0)
 
