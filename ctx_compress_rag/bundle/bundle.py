@@ -274,6 +274,15 @@ class Bundle(PlainDecoder):
             return False
         return True
 
+    @property
+    def reads_slots_alone(self) -> bool:
+        """Whether stored slots are a context by themselves, whatever is asked; not with close reading (RAM)."""
+        try:
+            self.compressor.merge_factor(self.config.base_ratio, self.config.base_ratio)
+        except ConfigError:
+            return False
+        return True
+
     def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
         """Compress passages.
 

@@ -59,6 +59,8 @@ class BundleConfig(Strict):
             and LLM classes.
         decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if it has a commit on the hub, or
             its own SHA-256.
+        text_share: the share of a prompt's budget for several passages that is best spent on sentences as text, if the
+            bundle was measured (see `marking.mark.mark`); None shows each passage as slots.
         separator: what stands between two passages in a prompt.
         answer_prefix: with what an answer from passages begins, as part of the prompt.
         chat_template: the chat format it was trained with, in place of the decoder's own; None for the decoder's.
@@ -78,6 +80,7 @@ class BundleConfig(Strict):
     template: str = TEMPLATES[0]
     answer_tokens: int = Field(default=64, gt=0)
     extractive: bool = False
+    text_share: float | None = Field(default=None, ge=0, le=1)
     decoder_digest: str = ""
     separator: str = PASSAGE_SEPARATOR
     answer_prefix: str = ""
