@@ -18,7 +18,7 @@ class MarkingPostprocessor(BaseModel):
 
     A passage is looked up in the store by its id, then by its text: the retriever and the store need not use the same
     ids. With a RAM bundle a passage keeps the segments that the question needs as text, and markers stand for the rest;
-    the LLM must then have the same store object.
+    the LLM must then have the same bundle object.
 
     Args:
         store: where the soft contexts are.

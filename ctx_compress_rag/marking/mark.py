@@ -144,7 +144,7 @@ class Marking:
             raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
         if budget is not None and budget < 1:
             raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
-        if budget is not None or self._share is not None:
+        if budget is not None or self._share:
             store.merge_factor(store.base_ratio)  # refuses a bundle whose slots are no context by themselves
         if ratio is not None:
             store.bundle.compressor.check_ratio(ratio, store.base_ratio)

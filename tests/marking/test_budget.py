@@ -104,8 +104,17 @@ def test_a_text_without_spaces_is_cut_between_characters(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("score", "number"),
-    [(2, 2.0), (np.float32(0.5), 0.5), (Decimal("0.25"), 0.25), ("0.75", 0.75), (torch.tensor(3.0), 3.0)]
-    + [(10**400, math.inf), (-(10**400), -math.inf), (None, -math.inf), (math.nan, -math.inf)],
+    [
+        (2, 2.0),
+        (np.float32(0.5), 0.5),
+        (Decimal("0.25"), 0.25),
+        ("0.75", 0.75),
+        (torch.tensor(3.0), 3.0),
+        (10**400, math.inf),
+        (-(10**400), -math.inf),
+        (None, -math.inf),
+        (math.nan, -math.inf),
+    ],
 )
 def test_a_relevance_is_any_number(score: Any, number: float) -> None:
     assert relevance(score) == number
