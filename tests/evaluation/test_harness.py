@@ -77,21 +77,19 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> N
     systems = systems_of(tiny_bundle, QUESTIONS)
     assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT]
     (_, prompts) = next(stores := each_store(tiny_bundle, QUESTIONS, (8,)))
-    store, decoder = prompts.store, prompts.decoder
+    store, preparer = prompts.store, prompts.decoder.preparer
     for q in QUESTIONS:
         made = {system: prompts.make((system, 8), q) for system in systems[2:]}
-        size = {system: decoder.preparer.count_chat_tokens(chat) for system, chat in made.items()}
+        size = {system: preparer.count_chat_tokens(chat) for system, chat in made.items()}
         assert made[DEFAULT] == made[SOFT]  # this bundle has no `text_share`
         assert max(size.values()) <= size[SOFT] + 1 and size[EXTRACTED] > size[SOFT] - 6
         asked = encoder.encode(q.question)
         cosines = [float(encoder.similarity(asked, encoder.encode(passage))) for passage in q.passages]
         best = q.passages[cosines.index(max(cosines))]
-        budget = len(decoder.preparer.token_ids("\n\n".join(mark(store, q.passages, ratio=8))))
+        budget = len(preparer.token_ids("\n\n".join(mark(store, q.passages, ratio=8))))
         options: dict[str, Any] = {"token_budget": budget, "question": q.question}
         chosen = {
-            BEST: [best]
-            if len(decoder.preparer.token_ids(best)) <= budget
-            else mark(store, [best], token_budget=budget),
+            BEST: [best] if len(preparer.token_ids(best)) <= budget else mark(store, [best], token_budget=budget),
             MIXED: mark(store, q.passages, text_share=0.5, scores=cosines, **options),
             EXTRACTED: mark(store, q.passages, text_share=1, **options),
         }
