@@ -250,7 +250,7 @@ class ArcAlignerReader(Reader):
         inputs = (
             dict(zip(_arguments(type(trunk).forward), args, strict=False)) | kwargs
         )  # architectures differ in their order
-        cache = inputs.get("past_key_values")
+        cache = inputs.get("cache", inputs.get("past_key_values"))  # the first since transformers 5.24
         if self._slot_mask is None or (cache is not None and cache.get_seq_length()):
             return forward(**inputs)
         given = inputs.get("inputs_embeds")
