@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ def over_generate(decoder: Decoder, prompt: PromptLike, new_tokens: int, rounds:
     settings = GenerationConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     given: Any = {"inputs_embeds": batch.inputs_embeds, "attention_mask": batch.attention_mask}
     sampling = Sampling(max_tokens=new_tokens)
-    asked = {
+    asked: dict[str, Callable[[], object]] = {
         "generate": lambda: model.generate(**given, generation_config=settings),
         "merged": partial(Decoder(bundle, store, merge=True).generate, [prompt], sampling),
         "apart": partial(Decoder(bundle, store).generate, [prompt], sampling),

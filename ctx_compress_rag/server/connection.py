@@ -1,6 +1,6 @@
 """Connections on which no request comes do not stay for long, and do not keep others out.
 
-uvicorn limits neither the time that a request's head takes nor, with 429 or 503 for those alone that ask, connections.
+uvicorn has no limit for the time that a request's head takes, and its limit of connections refuses the newest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class LimitedProtocol(H11Protocol):
         self._heard = self.loop.time()
         self._deadline = self.loop.call_later(self.head_seconds, transport.abort)
         if len(self.connections) > self.most:
-            silent = [each for each in self.connections if each.cycle is None or each.cycle.response_complete]
+            own = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+            silent = [each for each in own if each.cycle is None or each.cycle.response_complete]
             min(silent, key=lambda each: each._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:

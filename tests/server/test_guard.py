@@ -64,7 +64,7 @@ def test_too_many_headers_are_refused(url: str) -> None:
 
 
 def closed(connection: socket.socket) -> bool:
-    connection.settimeout(5)
+    connection.settimeout(30)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:

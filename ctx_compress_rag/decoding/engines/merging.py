@@ -46,9 +46,10 @@ def _merge(model: Any, adapter: str) -> Any:
     twin = copy.deepcopy(model, shared)
     for name, layer in list(twin.named_modules()):
         if isinstance(layer, BaseTunerLayer):
-            merged: Any = layer.get_base_layer()
-            if adapter in layer.lora_A:
-                merged.weight = nn.Parameter(merged.weight + layer.get_delta_weight(adapter), requires_grad=False)
+            lora: Any = layer
+            merged = lora.get_base_layer()
+            if adapter in lora.lora_A:
+                merged.weight = nn.Parameter(merged.weight + lora.get_delta_weight(adapter), requires_grad=False)
             parent, _, own = name.rpartition(".")
             setattr(twin.get_submodule(parent), own, merged)
     return twin
