@@ -249,8 +249,8 @@ class Bundle(PlainDecoder):
         source = self.config.source
         if source is not None and not source.shareable and not private:
             raise ConfigError(
-                f"bundle {self.config.name!r} was imported from {source.name}, whose license ({source.licenses}) "
-                "restricts who may publish it: give private=True, or let others import it themselves"
+                f"bundle {self.config.name!r} was imported from {source}; they restrict who may publish it: give "
+                "private=True, or let others import it themselves"
             )
 
         from huggingface_hub import HfApi

@@ -20,8 +20,7 @@ class Source(Strict):
         revision: its commit on the hub.
         subfolder: the part of the repository that was read.
         format: the importer's name for its format.
-        license: the license of its weights.
-        part_licenses: the licenses of the decoder, and of an encoder with weights of its own.
+        licenses: of its weights ("checkpoint"), of the decoder, and of an encoder with weights of its own.
         shareable: whether the licenses of all that the bundle holds let anyone publish it.
     """
 
@@ -29,14 +28,13 @@ class Source(Strict):
     revision: str | None = None
     subfolder: str | None = None
     format: str
-    license: str
-    part_licenses: dict[str, str] = {}
+    licenses: dict[str, str]
     shareable: bool = False
 
-    @property
-    def licenses(self) -> str:
-        """All licenses, as a text."""
-        return ", ".join([self.license, *(f"{part} {license}" for part, license in self.part_licenses.items())])
+    def __str__(self) -> str:
+        place = "/".join(filter(None, (self.name, self.subfolder)))
+        licenses = ", ".join(f"{part} {license}" for part, license in self.licenses.items())
+        return f"{place}{f' at {self.revision[:12]}' if self.revision else ''} (licenses: {licenses})"
 
 
 class BundleConfig(Strict):
