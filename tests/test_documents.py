@@ -42,8 +42,7 @@ def blocks(language: str, *pages: Path) -> list[str]:
 
 
 def commands(name: str) -> list[list[str]]:
-    pages = [page for page in PAGES if page.name != "published.md"]  # its blocks run in tests/published
-    lines = "\n".join(blocks("bash", *pages)).splitlines()
+    lines = "\n".join(blocks("bash")).splitlines()
     return [shlex.split(line)[1:] for line in lines if line.split()[:2] == ["ctx-compress", name]]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
-from ctx_compress_rag.methods.base.rendering import PassageRenderer
+from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_database
@@ -312,9 +312,7 @@ def _recorded(folder: str | Path) -> Iterator[tuple[PassageCollection, SoftConte
                 "describes an app's own collection"
             )
         config = SimpleNamespace(name=about.get("bundle"), base_ratio=about.get("base_ratio"))
-        bundle: Any = SimpleNamespace(
-            config=config, compressor=PassageRenderer(), fingerprint=str(about.get("fingerprint"))
-        )
+        bundle: Any = SimpleNamespace(config=config, compressor=Reading(), fingerprint=str(about.get("fingerprint")))
         with SoftContextStore(place, bundle, collection=COLLECTION) as store:
             yield passages, store
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ _MAGIC = b"GGUF"
 
 
 class GgufDecoder(Strict):
-    """A decoder in a GGUF file: `file` in an installed `package` or a hub `repo`, or a `path`.
+    """A decoder in a GGUF file: `file` in an installed `package` or a hub `repo`, in `parts`, or a `path`.
 
     Attributes:
         package: an installed distribution, by its pip name; it is not imported.
+        parts: installed distributions that have a piece of `file` each, in order; joined into the cache on first use.
         repo: a hub repository; a bundle's or recipe's `revision` refers to it.
         file: the file's name in the package or repository, with its folders where needed.
         path: the file's path.
@@ -37,6 +39,7 @@ class GgufDecoder(Strict):
     """
 
     package: str | None = Field(default=None, min_length=1)
+    parts: tuple[str, ...] | None = Field(default=None, min_length=1)
     repo: str | None = Field(default=None, min_length=1)
     file: str | None = Field(default=None, min_length=1)
     path: str | None = Field(default=None, min_length=1)
@@ -44,14 +47,14 @@ class GgufDecoder(Strict):
 
     @model_validator(mode="after")
     def _one_place(self) -> GgufDecoder:
-        if sum(place is not None for place in (self.package, self.repo, self.path)) != 1:
-            raise ValueError("a GGUF decoder is in one place: give package and file, repo and file, or path")
+        if sum(place is not None for place in (self.package, self.parts, self.repo, self.path)) != 1:
+            raise ValueError("a GGUF decoder is in one place: give package, parts or repo with file, or path")
         if (self.file is None) == (self.path is None):
-            raise ValueError("package and repo need file, the name of the GGUF file; path is a file itself")
+            raise ValueError("package, parts and repo need file, the name of the GGUF file; path is a file itself")
         return self
 
     def __str__(self) -> str:
-        return self.path or f"{self.file} of {self.package or self.repo}"
+        return self.path or f"{self.file} of {self.package or self.repo or ', '.join(self.parts or ())}"
 
 
 def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
@@ -64,6 +67,8 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
         file = Path(decoder.path)
     elif decoder.package is not None:
         file = _in_package(decoder.package, decoder.file or "")
+    elif decoder.parts is not None:
+        file = _joined(decoder.parts, decoder.file or "")
     else:
         file = _from_hub(decoder.repo or "", decoder.file or "", revision)
     if not file.is_file():
@@ -173,8 +178,24 @@ def _in_package(package: str, file: str) -> Path:
     for entry in listed:
         if entry.parts[-len(wanted) :] == wanted:
             return Path(str(entry.locate()))
-    has = ", ".join(str(entry) for entry in listed if entry.suffix == ".gguf") or "no GGUF file at all"
+    has = ", ".join(str(entry) for entry in listed if ".gguf" in entry.name) or "no GGUF file at all"
     raise BundleError(f"the package {package!r} has no file {file!r}: it has {has}")
+
+
+def _joined(packages: Sequence[str], file: str) -> Path:
+    """Join a file's pieces, NAME.part00 and so on, one in each package, in the hub's cache of assets."""
+    from huggingface_hub import cached_assets_path
+
+    pieces = [_in_package(package, f"{file}.part{number:02}") for number, package in enumerate(packages)]
+    version = "-".join(importlib.metadata.version(package) for package in packages)
+    whole = Path(cached_assets_path("ctx_compress_rag", "joined", f"{packages[0]}-{version}"), file)
+    if not whole.exists():
+        with NamedTemporaryFile(dir=whole.parent, delete=False) as part:
+            for piece in pieces:
+                with piece.open("rb") as stream:
+                    shutil.copyfileobj(stream, part)
+        Path(part.name).rename(whole)
+    return whole
 
 
 def _from_hub(repo: str, file: str, revision: str | None) -> Path:

@@ -16,7 +16,8 @@ from ctx_compress_rag.training.config import DataConfig, Recipe
 def load_examples(recipe: Recipe) -> list[Example]:
     """The recipe's training examples, without those that its held-out files share.
 
-    A stage that recites gets the distinct passages; one that repeats texts gets them from `load_texts`.
+    A stage that recites gets the distinct passages; one that repeats texts besides its questions gets them
+    from `load_texts`.
 
     Raises:
         DataError: a file cannot be read, or no example is left.
@@ -25,7 +26,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
     files = [
         held_out.without(without_long(read_jsonl(file, data.max_turns), data.most_words), file) for file in data.files
     ]
-    if not recipe.repeats_texts:
+    if not recipe.repeats_texts or not files:
         files += _texts(data, held_out)
     seed = data.part.seed if data.part else recipe.seed
     if data.mix:

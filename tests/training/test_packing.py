@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.training.engine.packing import PADDING, Packer, packed_loss
+from ctx_compress_rag.training.examples import recited
+from ctx_compress_rag.training.objective import PromptBatch
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.stages.compression import start_bundle
-from ctx_compress_rag.training.stages.repeat_and_answer import PackedSlotData, PackedSlotLoss, RepeatAndAnswerRecipe
-from helpers.architectures import NAMES, model, random_ids
+from ctx_compress_rag.training.stages.reconstruction import ReconstructionCollator
+from ctx_compress_rag.training.stages.repeat_and_answer import (
+    REPEAT_TEMPLATES,
+    PackedSlotData,
+    PackedSlotLoss,
+    RepeatAndAnswerRecipe,
+    reading_losses,
+)
+from helpers.architectures import NAMES, SLIDING_WINDOW, bos, model, random_ids, tokenizer
+from helpers.models import draw_lora, tiny_config
 from helpers.training import losses, settings_of
 
 
@@ -51,9 +64,9 @@ def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], ro
 def test_packed_sequences_are_read_as_if_alone(name: str) -> None:
     """The loss on their last two tokens is transformers' own, and both kinds of targets have the same share."""
     decoder = model(name)
-    packer = Packer(2, 13)
+    packer = Packer(2, 22)
     losses: tuple[list[Tensor], ...] = ([], [])
-    for row, kind in zip(random_ids(name, (5, 8, 3, 7)), (0, 1, 1, 1), strict=True):
+    for row, kind in zip(random_ids(name, (5, 14, 3, 12)), (0, 1, 1, 1), strict=True):
         packer.add(row, torch.arange(len(row)) >= len(row) - 2, kind)
         with torch.no_grad():
             logits = decoder(input_ids=row[None], use_cache=False).logits[0].float()
@@ -112,6 +125,27 @@ def test_loss_of_one_prompt_is_the_plain_likelihood(decoder: Path, tmp_path: Pat
     torch.testing.assert_close(PackedSlotLoss(bundle)(batch)["loss"], plain(**collated)["loss"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Llama", "Mistral", "Qwen3"])
+def test_packed_prompts_have_the_loss_of_unpacked_ones(name: str, decoder: Path, tmp_path: Path) -> None:
+    """With a BOS before each passage and prompt, windows shorter than both, and scaled embeddings."""
+    made = recipe(decoder, tmp_path, ratios=[4], repeat=[{"step": 0, "share": 0.0}])
+    config = tiny_config(method=made.method, base_ratio=4)
+    bundle = Bundle.build(config, Backbone(model(name), tokenizer(name)))
+    assert isinstance(bundle.compressor, MeanPoolingCompressor) and bundle.compressor.hidden_map is not None
+    torch.nn.init.normal_(bundle.compressor.hidden_map.weight, std=0.1)
+    draw_lora(bundle.backbone.model, 0.1)
+    builder = PromptBuilder(bundle.tokenizer)
+    batch = PackedSlotData(builder, EXAMPLES, ["salt"], made)[0]
+    for rows in (batch.passages, batch.prompts):
+        begin = rows.input_ids[(rows.positions == 0) & (rows.segments != PADDING)]
+        assert not bos(name) or begin.tolist() == bos(name) * len(begin)
+        assert int(rows.positions.max()) > SLIDING_WINDOW and len(begin) > 1
+    plain = LikelihoodLoss(bundle)
+    plain.ratios = [4]
+    collated = AnswerCollator(builder, made.data.templates, 256, made.seed)(EXAMPLES)
+    torch.testing.assert_close(PackedSlotLoss(bundle)(batch)["loss"], plain(**collated)["loss"], atol=1e-5, rtol=1e-5)
+
+
 def test_batches_hold_what_was_asked_for(decoder: Path, tmp_path: Path, tiny_tokenizer: Any) -> None:
     made = recipe(decoder, tmp_path)
     data = PackedSlotData(PromptBuilder(tiny_tokenizer), EXAMPLES, ["A goat lives in Kormoor."], made)
@@ -125,6 +159,31 @@ def test_batches_hold_what_was_asked_for(decoder: Path, tmp_path: Path, tiny_tok
         for slot in range(len(counts)):
             assert len(set(segments[batch.slots == slot].tolist())) == 1
         assert not batch.prompts.targets.flatten()[batch.places].any()
+
+
+def test_whether_slots_are_read_is_logged(decoder: Path, tmp_path: Path) -> None:
+    """The plain likelihood of repeating a text from its own slots and from another's; texts alone can be trained on."""
+    (tmp_path / "text.txt").write_text("Orla keeps a goat.\nKormoor lies on the river.\nPell trades in salt.\n")
+    texts = {"texts": [{"file": str(tmp_path / "text.txt"), "words": 3}]}
+    settings = settings_for(decoder, tmp_path, data=texts, repeat=[{"step": 0, "share": 1.0}])
+    settings["optim"] |= {"log_every": 2, "save_every": 3}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    logged = json.loads((run_recipe(tmp_path / "recipe.yaml") / "loss.json").read_text())
+    assert [(row["step"], "right" in row) for row in logged] == [(2, False), (3, True)]
+    bundle = Bundle.from_pretrained(tmp_path / "run" / "bundle", device="cpu")
+    draw_lora(bundle.backbone.model, 0.1)
+    passages = ["Orla keeps a goat.", "Pell trades in salt."]
+    found = reading_losses(bundle, passages, 4)
+    plain = LikelihoodLoss(bundle)
+    plain.ratios = [4]
+    builder = PromptBuilder(bundle.tokenizer)
+    collate = ReconstructionCollator(builder, [REPEAT_TEMPLATES[0]], 256, 0)
+    batch = collate([recited(passage) for passage in passages])
+    assert found["right"] == pytest.approx(float(plain(**batch)["loss"].detach()), rel=1e-5)
+    batch["prompts"] = PromptBatch(batch["prompts"].prompts, [[1], [0]])
+    assert found["wrong"] == pytest.approx(float(plain(**batch)["loss"].detach()), rel=1e-5)
+    with pytest.raises(ConfigError, match=r"data.files"):
+        recipe(decoder, tmp_path, data=texts)
 
 
 @pytest.mark.parametrize("stage", ["packed", "adapter"])

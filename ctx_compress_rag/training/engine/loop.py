@@ -75,6 +75,7 @@ class Job:
         save: writes the result; called with the report.
         about: further entries of the report.
         on_step: called before each step with the step's number.
+        measure: further entries of the log at a checkpoint; takes no part in the training.
         layers: the decoder layers that the model runs, for `checkpoint_layers` of the optimization.
         micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimization.
     """
@@ -85,6 +86,7 @@ class Job:
     save: Callable[[dict[str, Any]], None]
     about: Mapping[str, Any] = field(default_factory=dict)
     on_step: StepHook | None = None
+    measure: Callable[[], dict[str, float]] | None = None
     layers: Sequence[nn.Module] = ()
     micro_batch_size: int | None = None
 
@@ -165,16 +167,19 @@ def train(
             average.update()
 
         stops = step == optim.steps or late_processes > 0
-        if step % optim.log_every == 0 or stops:
+        saves = step % optim.save_every == 0 or stops
+        if step % optim.log_every == 0 or saves:
             row = {"step": step, **so_far()}
             row |= {"loss": sum(losses) / len(losses), "learning_rate": rate, "grad_norm": float(norm)}
             history.append(row)
             losses.clear()
             bar.set_postfix(loss=f"{row['loss']:.4g}", refresh=False)
         bar.update()
-        if step % optim.save_every == 0 or stops:
+        if saves:
             if not all_finite(model):
                 raise _diverged(output, f"weights are NaN or infinite after step {step}")
+            if job.measure:
+                history[-1] |= job.measure()
             save_state(accelerator, output, {"step": step, **so_far(), "history": history})
         if stops:
             break

@@ -36,15 +36,12 @@ class PackedRows:
     targets: Tensor
     kinds: Tensor
 
-    def mask(self, causal: bool, dtype: torch.dtype) -> Tensor:
-        """An additive mask: positions attend only to their own sequence, padding only to padding.
+    def full_attention_mask(self, dtype: torch.dtype) -> Tensor:
+        """An additive mask: positions attend to all of their own sequence, padding to padding.
 
         Shape: (rows, 1, length, length)
         """
         allowed = self.segments[:, :, None] == self.segments[:, None, :]
-        if causal:
-            length = self.segments.shape[1]
-            allowed = allowed & torch.ones(length, length, dtype=torch.bool, device=allowed.device).tril()
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return hidden.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
@@ -165,10 +162,8 @@ def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
     wanted = rows.targets[:, 1:]
     if not wanted.any():
         raise ConfigError("no prompt of a batch fits into `packing`: give it a greater length or more rows")
-    dtype = model.get_input_embeddings().weight.dtype
-    hidden = model.base_model(
-        **inputs, attention_mask=rows.mask(True, dtype), position_ids=rows.positions, use_cache=False
-    ).last_hidden_state
+    # Without a mask, transformers finds the sequences by their positions, and makes each layer's mask, of its window.
+    hidden = model.base_model(**inputs, position_ids=rows.positions, use_cache=False).last_hidden_state
     losses = F.cross_entropy(
         head_logits(model, hidden[:, :-1][wanted]), rows.input_ids[:, 1:][wanted], reduction="none"
     )

@@ -158,6 +158,7 @@ def start(recipe: CompressionRecipe) -> Job:
         save,
         about=earlier,
         on_step=choose_ratios,
+        measure=getattr(objective, "measure", None),
         layers=layers_of(bundle),
         micro_batch_size=1 if recipe.packed else None,
     )

@@ -14,17 +14,19 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_id
 from ctx_compress_rag.training.config import PackingConfig
 from ctx_compress_rag.training.engine.packing import PackedSlots, Packer, collate_packed, packed_loss
-from ctx_compress_rag.training.examples import load_texts
+from ctx_compress_rag.training.examples import load_texts, recited
 from ctx_compress_rag.training.objective import SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.recipe import register
@@ -41,6 +43,8 @@ REPEAT_TEMPLATES = (
 _MISSES = 10  # sequences without room before a batch counts as full
 SHORTEST = 24  # tokens of a passage to repeat
 LONGEST = 192
+_MEASURED = 4  # passages for `PackedSlotLoss.measure`, and the tokens of each
+_MEASURED_TOKENS = 64
 _AGAIN = 0.6  # share of repeated passages that are taken from those already encoded for a question
 
 
@@ -70,8 +74,8 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
     @model_validator(mode="after")
     def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
-        if not self.data.files:
-            raise ValueError("stage repeat_and_answer needs questions: give data.files")
+        if not self.data.files and any(part.share < 1 for part in self.repeat):
+            raise ValueError("questions are in data.files: give it, or texts alone with repeat: [{step: 0, share: 1}]")
         if self.window != self.packing.length:
             raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
         return self
@@ -86,7 +90,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
         texts += [row.passages[0] for row in load_texts(self)]
         random.Random(self.seed).shuffle(texts)
         builder = PromptBuilder(bundle.tokenizer, max(self.data.max_answer_tokens, LONGEST + 1))
-        return PackedSlotLoss(bundle), collate_packed, PackedSlotData(builder, examples, texts, self)
+        return PackedSlotLoss(bundle, texts[:_MEASURED]), collate_packed, PackedSlotData(builder, examples, texts, self)
 
 
 @runtime_checkable
@@ -100,19 +104,16 @@ class TokenVectors(Protocol):
 class PackedSlotLoss(SlotObjective):
     """Cross-entropy of answers and of repeated passages; the mean of each kind has half of the weight.
 
-    Each sequence has its own ratio, drawn by the data.
+    Each sequence has its own ratio, drawn by the data. `measured` are passages for `measure`.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, measured: Sequence[str] = ()) -> None:
         super().__init__(bundle)
+        self.measured = measured
         if not isinstance(bundle.compressor, TokenVectors):
             raise ConfigError(
                 f"stage repeat_and_answer is for methods that pool tokens, not for {bundle.config.method.name}: use "
                 "another stage"
-            )
-        if bos_id(bundle.tokenizer) is not None:
-            raise ConfigError(
-                "stage repeat_and_answer packs passages without a BOS, but this decoder's have one: use another stage"
             )
         self.pooling = bundle.compressor
 
@@ -121,7 +122,9 @@ class PackedSlotLoss(SlotObjective):
         passages, prompts = batch.passages, batch.prompts
         embed = self.bundle.backbone.embeddings
         dtype = embed.weight.dtype
-        vectors = self.pooling.token_vectors(passages.input_ids, passages.mask(False, dtype), passages.positions)
+        vectors = self.pooling.token_vectors(
+            passages.input_ids, passages.full_attention_mask(dtype), passages.positions
+        )
         slots, counts = _means(vectors.flatten(0, 1)[batch.sources], batch.slots, len(batch.places))
         embedded = self.reader(slots, counts).to(dtype)
         inputs = embed(prompts.input_ids)
@@ -129,6 +132,32 @@ class PackedSlotLoss(SlotObjective):
         slot_mask = torch.zeros_like(prompts.targets).view(-1).index_fill(0, batch.places, True)
         with self.reader.decoder(slot_mask.view_as(prompts.targets)) as model:
             return {"loss": packed_loss(model, prompts, inputs_embeds=inputs)}
+
+    def measure(self) -> dict[str, float]:
+        """`reading_losses` of some passages at the base ratio."""
+        with torch.compiler.set_stance("force_eager"):
+            return reading_losses(self.bundle, self.measured, self.bundle.config.base_ratio)
+
+
+@torch.no_grad()
+def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[str, float]:
+    """Cross-entropy a token of the beginnings of passages, repeated from slots: does the decoder read them?
+
+    Returns: "right", from the passage's own slots; "wrong", from the next passage's; "none", without slots.
+    """
+    builder = PromptBuilder(bundle.tokenizer)
+    texts = [bundle.tokenizer.decode(builder.passage_ids(passage)[:_MEASURED_TOKENS]) for passage in passages]
+    own = [[bundle.embed(soft)] for soft in bundle.compress(texts, ratio)]
+    found = {}
+    for name, slots in (("right", own), ("wrong", own[1:] + own[:1]), ("none", [[]] * len(own))):
+        prompts = [
+            builder.holed_prompt(recited(text), REPEAT_TEMPLATES[0], builder.HOLE if given else "").fill(given)
+            for text, given in zip(texts, slots, strict=True)
+        ]
+        batch = splice(bundle.backbone.embeddings, prompts)
+        with bundle.soft_decoder(batch.slot_mask) as model:
+            found[name] = float(F.cross_entropy(*predict(model, batch, prompts)))
+    return found
 
 
 def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -174,6 +203,8 @@ class _Filling:
         self.repeat_share = recipe.repeat_share_at(step)
         first = number * recipe.packing.examples
         self.waiting = [data.examples[i % len(data.examples)] for i in range(first, first + recipe.packing.examples)]
+        bos = bos_id(data.builder.tokenizer)  # before each passage, as the compressor reads it, and in no slot
+        self.before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
         self.passages = Packer(recipe.packing.passage_rows, recipe.packing.length)
         self.prompts = Packer(recipe.packing.rows, recipe.packing.length)
         self.encoded: list[tuple[int, Tensor]] = []
@@ -229,13 +260,15 @@ class _Filling:
         self, prompt: Prompt, passages: Sequence[Tensor], ratio: int, kind: int, encoded_at: int | None = None
     ) -> bool:
         """Place a prompt and its passages (unless one is already encoded); False if there is no room."""
-        room = encoded_at is not None or self.passages.fits(*map(len, passages))
+        room = encoded_at is not None or self.passages.fits(*(len(self.before) + len(ids) for ids in passages))
         if not room or not self.prompts.fits(prompt.length):
             return False
         start = self.prompts.add(prompt.ids(), prompt.answers, kind)
         self.places.append(start + prompt.vector_mask().nonzero().flatten())
         for passage in passages:
-            first = self.passages.add(passage) if encoded_at is None else encoded_at
+            first = encoded_at
+            if first is None:
+                first = self.passages.add(torch.cat((self.before, passage))) + len(self.before)
             if kind == ANSWER:
                 self.encoded.append((first, passage))
             tokens = torch.arange(len(passage))
