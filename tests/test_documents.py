@@ -105,7 +105,7 @@ def test_own_files(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the recipes named, shrunk to a tiny decoder, a few steps and few data."""
+    """With the recipes that are copied, shrunk to a tiny decoder, a few steps and few data."""
     make_tiny_bundle().save_pretrained(workplace)  # and with it, its decoder
     (workplace / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     other = {"question": "Who laid the pipes?", "answers": ["a plumber"], "context": "A plumber laid the pipes."}
@@ -113,13 +113,15 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
         json.dumps(other) + "\n" + json.dumps(other | {"question": "Who?"}) + "\n"
     )
     (train,), evaluations = commands("train"), commands("eval")
-    for recipe in train[1:]:
-        shipped = Path(ctx_compress_rag.__path__[0]) / "training" / "recipes" / recipe
-        settings = yaml.safe_load(shipped.read_text(encoding="utf-8"))
+    [copied] = re.findall(r"training(/recipes/\w+)\" recipes", "".join(blocks("sh")))
+    Path("recipes").mkdir()
+    for file in Path(f"{ctx_compress_rag.__path__[0]}/training{copied}").glob("*.yaml"):
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings["decoder"] = "decoder"
-        settings["optim"] |= {"steps": 2, "batch_size": 2, "micro_batch_size": 1, "log_every": 1}
-        Path(recipe).parent.mkdir(exist_ok=True)
-        Path(recipe).write_text(yaml.safe_dump(settings), encoding="utf-8")
+        settings["data"] |= {"files": ["train.jsonl"], "held_out": ["held_out.jsonl"], "texts": [], "mix": None}
+        settings["optim"] |= {"steps": 2, "compile": False}
+        settings.get("method", {}).pop("layers", None)
+        Path("recipes", file.name).write_text(yaml.safe_dump(settings), encoding="utf-8")
     assert main(train) == 0
     for evaluate in evaluations:
         few = ["--questions", "2", "--ratios", "4", "--max-tokens", "4", "--output", evaluate[2].replace("/", "_")]
