@@ -41,6 +41,9 @@ def index(
         ),
     ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove the passages of files deleted from PATH.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="First check every passage, and compress damaged ones again.")
+    ] = False,
     codec: Annotated[
         str | None, typer.Option(metavar="CODEC", help="How a new store keeps slots: int8, fp16 or int4.")
     ] = None,
@@ -70,7 +73,12 @@ def index(
         check_codec(codec)
     if collection is not None:
         # Your app's collection keeps its own passages and vectors.
-        for name, value in {"embedder": embedder, "prune": prune, "chunk_tokens": chunk_tokens}.items():
+        for name, value in {
+            "embedder": embedder,
+            "prune": prune,
+            "repair": repair,
+            "chunk_tokens": chunk_tokens,
+        }.items():
             shared.check_apart(collection=collection, **{name: value})
         shared.quiet_models()
         bundle = bundle or DEFAULT_BUNDLE
@@ -80,7 +88,7 @@ def index(
     given = open_input(str(path))  # before models are loaded and a store is made
     shared.quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
-        report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune)
+        report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, repair=repair)
     what, name = f"{report.files} {given.kind} in {path}", opened.bundle.config.name
     print(shared.printable(_compressed(what, report.added, report.unchanged, name)))
     if skipped := given.skipped():
@@ -88,7 +96,8 @@ def index(
     if report.replaced or report.pruned:
         print(f"removed passages: {report.replaced} of changed files, {report.pruned} of deleted ones")
     if report.vanished:
-        print(f"kept passages of deleted files: {report.vanished} (--prune removes them)")
+        moved = "".join(f" and of {root}, which no longer exists" for root in report.moved)
+        print(shared.printable(f"kept passages of deleted files{moved}: {report.vanished} (--prune removes them)"))
 
 
 def _compressed(what: str, added: int, unchanged: int, bundle: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from ctx_compress_rag.indexing.chunking import chunk
+from ctx_compress_rag.indexing.fit import Fit
 from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
 from ctx_compress_rag.indexing.inputs import Input, as_text
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
@@ -37,6 +39,8 @@ class IndexReport:
         replaced: removed because their file's text changed.
         pruned: removed because their file was deleted.
         vanished: kept although their file was deleted, since `prune` was not set.
+        moved: folders that no longer exist, but half of whose files are in the one indexed now; their passages count
+            as those of deleted files.
     """
 
     files: int
@@ -45,6 +49,7 @@ class IndexReport:
     replaced: int
     pruned: int
     vanished: int
+    moved: tuple[str, ...] = ()
 
 
 class _Cut:
@@ -52,12 +57,15 @@ class _Cut:
 
     def __init__(self, given: Input, index: PassageIndex, chunk_tokens: int) -> None:
         self.root = as_text(str(given.path.resolve()))
-        self.stored = index.sources(self.root)
+        roots = index.roots()
+        self.stored = roots.get(self.root, {})
+        self.elsewhere = {root: sources for root, sources in roots.items() if not os.path.exists(root)}
         self.ids: set[str] = set()
-        self.sources: set[str] = set()  # only those of stored passages
+        self.sources: set[str] = set()  # only those of passages stored before
         self.files = 0
         self.bytes = 0
-        self._known = set(self.stored.values())
+        self.fit = Fit(index.bundle)
+        self._known = set(self.stored.values()).union(*(sources.values() for sources in self.elsewhere.values()))
         self._given, self._tokenizer, self._chunk_tokens = given, index.bundle.tokenizer, chunk_tokens
 
     def __iter__(self) -> Iterator[Passage]:
@@ -71,8 +79,18 @@ class _Cut:
                 passage = make_passage(part, text.source, self.root)
                 if passage.id not in self.ids:
                     self.ids.add(str(passage.id))
+                    if passage.id not in self.stored:
+                        self.fit.look(passage)
                     yield passage
             self.bytes = end
+
+    def moved(self) -> dict[str, dict[str, str]]:
+        """The folders that this one seems to have been, with the sources of their passages."""
+        return {
+            root: sources
+            for root, sources in self.elsewhere.items()
+            if 2 * len(self.sources.intersection(sources.values())) >= len(set(sources.values()))
+        }
 
 
 def update_index(
@@ -81,6 +99,7 @@ def update_index(
     *,
     chunk_tokens: int | None = None,
     prune: bool = False,
+    repair: bool = False,
     progress: bool = True,
 ) -> IndexReport:
     """Bring an index up to date with a folder or file; only new and changed passages are compressed.
@@ -90,25 +109,26 @@ def update_index(
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
     are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
-    read stay. A row of JSONL counts as a file.
+    read stay. A row of JSONL counts as a file. Passages that the bundle reads badly are warned of.
 
     Args:
         index: the index.
         given: what to index, from `open_input`.
         chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
-        prune: remove the passages of deleted files.
+        prune: remove the passages of deleted files, and those of folders that this one was before it was renamed.
+        repair: first read every record, and compress those that are damaged again.
         progress: show a progress bar, in bytes of the input.
 
     Raises:
         ConfigError: `chunk_tokens` is too small.
-        StoreError: there are records of another key, which are not deleted.
+        StoreError: the records are of another key.
         DataError: a row is unusable, or there is no text.
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
     if chunk_tokens < MIN_CHUNK_TOKENS:
         raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {MIN_CHUNK_TOKENS} or more")
-    repaired = index.store.discard_damaged(other_keys=False, sample=_CHECKED)
+    repaired = index.store.discard_damaged(other_keys=False, sample=None if repair else _CHECKED)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
     given.costly = index.folder and index.folder / "costly_documents.json"
@@ -125,7 +145,10 @@ def update_index(
         raise DataError(f"nothing to index in {str(given.path)!r}: it holds no text")
     stale = [id for id, source in cut.stored.items() if id not in cut.ids and source in cut.sources]
     gone = [id for id, source in cut.stored.items() if source not in cut.sources and not given.cannot_read(source)]
+    moved = cut.moved()
+    gone += [id for sources in moved.values() for id in sources]
     index.remove(stale + gone if prune else stale)
+    cut.fit.warn()
     return IndexReport(
         files=cut.files,
         added=added,
@@ -133,6 +156,7 @@ def update_index(
         replaced=len(stale),
         pruned=len(gone) if prune else 0,
         vanished=0 if prune else len(gone),
+        moved=tuple(moved),
     )
 
 
@@ -169,5 +193,12 @@ def compress_collection(
         names = ", ".join(sorted(each.name for each in client.list_collections()))
         raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
     loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+    passages = list(passages_in(collection))
     with SoftContextStore(collection, loaded, codec=codec) as store:
-        return store.add(passages_in(collection))
+        done = store.add(passages)
+    if done.added or done.updated:
+        fit = Fit(loaded)
+        for passage in passages:
+            fit.look(passage)
+        fit.warn()
+    return done

@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
-from ctx_compress_rag.methods.base.reading import Reading
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
 from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_database
@@ -28,6 +26,8 @@ from ctx_compress_rag.store.connect import check_name, connect
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.passage import passage_batches
 from ctx_compress_rag.store.place import Place
+from ctx_compress_rag.store.records import summarize
+from ctx_compress_rag.store.scope import owned, passage_id, record_id
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -87,9 +87,13 @@ class PassageCollection(Collection):
         about = self.metadata()
         return about.get(BUNDLE_KEY), str(about.get(EMBEDDER_KEY, PACKAGED))
 
-    def all_rows(self) -> dict[str, Row]:
-        """The metadata of all passages, by id."""
-        return self.rows(self.ids())
+    def roots(self) -> dict[str, dict[str, str]]:
+        """By folder that was indexed, the source of each passage by id."""
+        found: dict[str, dict[str, str]] = {}
+        for id, row in self.rows(self.ids()).items():
+            if "source" in row and "root" in row:
+                found.setdefault(str(row["root"]), {})[id] = str(row["source"])
+        return found
 
 
 class PassageIndex:
@@ -105,11 +109,11 @@ class PassageIndex:
     """
 
     def __init__(self, folder: str | Place, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
+        place = connect(folder)
+        self.folder = place.folder
         self.bundle = bundle
         self.embedder = embedder
         self.bundle_name = bundle_name
-        place = connect(folder)
-        self.folder = place.folder
         self.store = SoftContextStore(place, bundle, collection=COLLECTION, codec=codec)
         about = {BUNDLE_KEY: bundle_name, EMBEDDER_KEY: embedder}
         self._passages = PassageCollection(place, COLLECTION, _COSINE, about)
@@ -170,10 +174,13 @@ class PassageIndex:
         self.store.delete(ids)
         self._passages.delete(ids)
 
+    def roots(self) -> dict[str, dict[str, str]]:
+        """By folder that was indexed, the source of each passage by id."""
+        return self._passages.roots()
+
     def sources(self, root: str) -> dict[str, str]:
         """The source of every passage from `root`, by id."""
-        rows = self._passages.all_rows()
-        return {id: str(row["source"]) for id, row in rows.items() if row.get("root") == root and "source" in row}
+        return self.roots().get(root, {})
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
         """The `k` nearest passages of each question, nearest first; fewer if there are fewer.
@@ -242,23 +249,21 @@ def open_index(
     check_there(folder, create)
     if embedder:
         load_embedder(embedder)  # refuse a missing one before a folder is made
-    with closing(connect(str(folder))) as place:
+    with ExitStack() as on_error:
+        place = on_error.enter_context(closing(connect(str(folder))))
         recorded, made_with = PassageCollection(place, COLLECTION).made_with()
-    asked = embedder and _lasting(embedder)
-    if recorded and asked not in (None, made_with):
-        raise StoreError(
-            f"the index in {folder} was made with the embedder {made_with!r}, not {asked!r}: leave --embedder out, or "
-            "index into another folder"
-        )
-    name = bundle or recorded or DEFAULT_BUNDLE
-    loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
-    index = PassageIndex(str(folder), loaded, _lasting(name), codec, asked or made_with)
-    try:
+        asked = embedder and _lasting(embedder)
+        if recorded and asked not in (None, made_with):
+            raise StoreError(
+                f"the index in {folder} was made with the embedder {made_with!r}, not {asked!r}: leave --embedder out, "
+                "or index into another folder"
+            )
+        name = bundle or recorded or DEFAULT_BUNDLE
+        loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
+        index = PassageIndex(place, loaded, _lasting(name), codec, asked or made_with)
         if index.interrupted:
             index.mend()
-    except BaseException:
-        index.close()
-        raise
+        on_error.pop_all()
     return index
 
 
@@ -283,38 +288,43 @@ def inspect_index(folder: str | Path) -> IndexInfo:
     Raises:
         StoreError: there is no index, or nothing in it.
     """
-    with _recorded(folder) as (passages, store):
-        rows = passages.all_rows()
-        files = {(row.get("root"), row.get("source")) for row in rows.values()}
-        name, embedder = passages.made_with()
-        orphans = sorted(set(store.ids(DEFAULT_SCOPE)) - rows.keys()) if name else []
-        return IndexInfo(store.info(), name or store.bundle.config.name, embedder, len(files), orphans)
+    with _recorded(folder) as (passages, soft):
+        about, (name, embedder) = soft.metadata(), passages.made_with()
+        return IndexInfo(
+            summarize(soft, about),
+            name or str(about["bundle"]),
+            embedder,
+            sum(len(set(sources.values())) for sources in passages.roots().values()),
+            _orphans(passages, soft),
+        )
 
 
 def prune(folder: str | Path) -> list[str]:
     """Delete the orphans of an index; return their ids. Raises as `inspect_index` does, and StoreWriteError."""
-    orphans = inspect_index(folder).orphans
-    with _recorded(folder) as (_, store):
-        store.delete(orphans, DEFAULT_SCOPE)
+    with _recorded(folder) as (passages, soft):
+        orphans = _orphans(passages, soft)
+        soft.delete([record_id(id, DEFAULT_SCOPE) for id in orphans])
     return orphans
 
 
+def _orphans(passages: PassageCollection, soft: Collection) -> list[str]:
+    if not passages.made_with()[0]:
+        return []
+    return sorted({passage_id(id) for id in soft.ids() if owned(id, DEFAULT_SCOPE)} - {*passages.ids()})
+
+
 @contextmanager
-def _recorded(folder: str | Path) -> Iterator[tuple[PassageCollection, SoftContextStore]]:
-    """The passages of an index, and its store without a bundle, which can be inspected but cannot compress."""
+def _recorded(folder: str | Path) -> Iterator[tuple[PassageCollection, Collection]]:
+    """The passages of an index, and the records of their soft contexts."""
     check_there(folder)
     with closing(connect(str(folder))) as place:
-        passages = PassageCollection(place, COLLECTION)
-        about = Collection(place, f"{COLLECTION}-ctx").metadata()
-        if not about:
+        soft = Collection(place, f"{COLLECTION}-ctx")
+        if not soft.metadata():
             raise StoreError(
                 f"{place.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
                 "describes an app's own collection"
             )
-        config = SimpleNamespace(name=about.get("bundle"), base_ratio=about.get("base_ratio"))
-        bundle: Any = SimpleNamespace(config=config, compressor=Reading(), fingerprint=str(about.get("fingerprint")))
-        with SoftContextStore(place, bundle, collection=COLLECTION) as store:
-            yield passages, store
+        yield PassageCollection(place, COLLECTION), soft
 
 
 def check_there(folder: str | Path, create: bool = False) -> None:

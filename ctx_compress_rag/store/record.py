@@ -175,7 +175,7 @@ def damaged(id: str, reason: object) -> PayloadError:
     """The error for a record with this id that cannot be read."""
     return PayloadError(
         f"the record of passage {passage_id(id)!r} is damaged ({reason}): delete the passage and add it again "
-        "(`ctx-compress index` does)"
+        "(`ctx-compress index --repair` does)"
     )
 
 

@@ -138,29 +138,6 @@ class Records(Collection):
                 )
         self.about = metadata
 
-    def info(self) -> StoreInfo:
-        """What there is; damaged records do not count."""
-        records = slots = tokens = payload_size = 0
-        for ids in pages(self.ids()):
-            for row in self.rows(ids).values():
-                each, stand_for, payload = row.get("slots"), row.get("tokens"), row.get("payload")
-                if isinstance(each, int) and isinstance(stand_for, int) and isinstance(payload, str):
-                    records, slots, tokens = records + 1, slots + each, tokens + stand_for
-                    payload_size += payload_bytes(payload)
-        return StoreInfo(
-            location=self.place.where,
-            collection=self.name,
-            bundle=self._bundle.config.name,
-            fingerprint=self._bundle.fingerprint,
-            codec=self.codec,
-            base_ratio=self.ratio,
-            passages=records,
-            slots=slots,
-            source_tokens=tokens,
-            payload_bytes=payload_size,
-            disk_bytes=self.place.disk_bytes(),
-        )
-
     # Reading
 
     def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, tuple[str, Record]]:
@@ -302,6 +279,30 @@ class Records(Collection):
         record = Record.read(id, row)
         record.check_signatures(id, self.signer, self.name)
         return record
+
+
+def summarize(records: Collection, about: Row) -> StoreInfo:
+    """What a store's collection holds, by its metadata and records; damaged records do not count."""
+    count = slots = tokens = payload_size = 0
+    for ids in pages(records.ids()):
+        for row in records.rows(ids).values():
+            each, stand_for, payload = row.get("slots"), row.get("tokens"), row.get("payload")
+            if isinstance(each, int) and isinstance(stand_for, int) and isinstance(payload, str):
+                count, slots, tokens = count + 1, slots + each, tokens + stand_for
+                payload_size += payload_bytes(payload)
+    return StoreInfo(
+        location=records.place.where,
+        collection=records.name,
+        bundle=str(about["bundle"]),
+        fingerprint=str(about["fingerprint"]),
+        codec=str(about["codec"]),
+        base_ratio=int(about["base_ratio"]),
+        passages=count,
+        slots=slots,
+        source_tokens=tokens,
+        payload_bytes=payload_size,
+        disk_bytes=records.place.disk_bytes(),
+    )
 
 
 def _size(row: Row) -> int:

@@ -44,7 +44,7 @@ from ctx_compress_rag.store.passage import (
 )
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
 from ctx_compress_rag.store.record import payload_of
-from ctx_compress_rag.store.records import Records
+from ctx_compress_rag.store.records import Records, summarize
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import abandoned, shielded
 from ctx_compress_rag.strict import as_int, as_seconds
@@ -312,7 +312,7 @@ class SoftContextStore(ProcessBound):
 
     def info(self) -> StoreInfo:
         """What the store holds, in all scopes."""
-        return self._records.info()
+        return summarize(self._records, self._records.about)
 
     @property
     def fingerprint(self) -> str:

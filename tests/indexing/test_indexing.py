@@ -17,12 +17,16 @@ from langchain_core.embeddings import Embeddings
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
 from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk
+from ctx_compress_rag.indexing.fit import Fit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import Input, open_input
 from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.store import Passage
 from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 
@@ -254,6 +258,69 @@ def test_records_of_another_key_are_kept(tmp_path: Path, bundle_folder: Path, mo
     monkeypatch.setenv("CTX_COMPRESS_KEY", "the key that it began with")
     with open_index(store) as index:
         assert index.store.ids() == ids and index.store.damaged() == []
+
+
+def test_damaged_records_are_compressed_again_if_asked(
+    index: PassageIndex, tmp_path: Path, compressed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = write_docs(tmp_path / "docs", files=1)
+    update(index, docs)
+    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
+    soft = client.get_collection("passages-ctx")
+    last = soft.get()["ids"][-1]
+    soft.update([last], metadatas=[{"payload": "cut"}])
+    client.close()
+    compressed.clear()
+    monkeypatch.setattr(build, "_CHECKED", 0)  # a sample that does not hold it
+    assert update(index, docs).added == 0 and len(index.store.damaged()) == 1
+    assert update(index, docs, repair=True).added == len(compressed) == 1 and index.store.damaged() == []
+
+
+def test_a_renamed_folder_is_noticed(index: PassageIndex, tmp_path: Path) -> None:
+    docs, copy, other = tmp_path / "docs", tmp_path / "copy", tmp_path / "other"
+    docs.mkdir()
+    other.mkdir()
+    for file in (docs / "a.txt", docs / "b.txt", docs / "c.txt", other / "a.txt"):
+        file.write_text(f"A text of {file.name}.")
+    shutil.copytree(docs, copy)
+    before = update(index, docs).added
+    assert update(index, copy).moved == ()  # both are there
+    docs.rename(tmp_path / "renamed")
+    report = update(index, tmp_path / "renamed")
+    assert (report.added, report.vanished, report.moved) == (before, before, (str(docs),))
+    assert update(index, other, prune=True).pruned == 0  # of three files it has one
+    report = update(index, tmp_path / "renamed", prune=True)
+    assert (report.pruned, report.moved) == (before, (str(docs),))
+    assert set(index.roots()) == {str(copy), str(tmp_path / "renamed"), str(other)}
+
+
+ENGLISH = (
+    "In 1911 the flood took the mill on the river, and its owner sold what was left to the town, see [12], XQ-77. "
+)
+GERMAN = "Im Jahr 1911 nahm das Hochwasser die alte Mühle mit, und ihr Besitzer verkaufte den Rest an die Stadt. "
+CHINESE = "那一年洪水冲走了河边的老磨坊。主人把剩下的卖给了镇上。镇上在那里建了一所学校。然后他们搬到了山上的新房子里。"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENGLISH, []),
+        ("| XQ-77 | 1911 | 12.50 |\n" * 9, []),
+        (ENGLISH * 30, ["longer"]),
+        (GERMAN, ["English"]),
+        (CHINESE, ["English"]),
+    ],
+)
+def test_passages_that_the_bundle_reads_badly_are_warned_of(
+    caplog: pytest.LogCaptureFixture, text: str, said: list[str]
+) -> None:
+    fit = Fit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+    for number in range(2):
+        fit.look(Passage(text, f"p{number}"))
+    fit.warn()
+    assert len(caplog.records) == len(said)
+    for record, part in zip(caplog.records, said, strict=True):
+        assert record.args[:2] == (2, "p0") and part in record.getMessage()
 
 
 def test_folders_in_one_index_do_not_disturb_each_other(index: PassageIndex, tmp_path: Path) -> None:

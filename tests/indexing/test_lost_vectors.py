@@ -12,8 +12,9 @@ import chromadb
 import numpy as np
 import pytest
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import StoreError
-from ctx_compress_rag.indexing.index import COLLECTION, PassageIndex, make_passage
+from ctx_compress_rag.indexing.index import COLLECTION, PassageCollection, PassageIndex, make_passage, open_index
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, passage_vectors
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.place import Folder
@@ -39,7 +40,7 @@ def collection(folder: Path, name: str, metadata: Any = None) -> tuple[Any, chro
     return client, found
 
 
-def test_an_index_puts_them_back(tmp_path: Path) -> None:
+def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "chroma"
     passages = [make_passage(passage(n, 6), f"file{n}.txt", "/docs") for n in range(200)]
 
@@ -62,6 +63,36 @@ def test_an_index_puts_them_back(tmp_path: Path) -> None:
         for [hit], each in zip(index.search([each.text for each in passages], 1), passages, strict=True):
             assert (hit.id, hit.source) == (each.id, each.metadata["source"])
         assert index.mend() == [] and not index.interrupted
+
+
+def test_an_index_is_mended_when_it_is_opened(index: PassageIndex, tmp_path: Path) -> None:
+    list(index.add([make_passage("A passage of some words.", "file.txt", "/docs")]))
+    with suppress(StoreError), Folder(tmp_path / "chroma").writing(10):
+        raise StoreError("as if the process were killed")
+    with open_index(tmp_path / "chroma") as opened:
+        assert not opened.interrupted
+    with open_index(tmp_path / "chroma") as again:
+        assert not again.interrupted
+
+
+def interrupt(*args: object, **options: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_vectors_come_before_soft_contexts_and_go_after_them(
+    index: PassageIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an interruption leaves can be found, and is listed for the next run."""
+    made = make_passage("A passage of some words.", "file.txt", "/docs")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Bundle, "compress", interrupt)
+        list(index.add([made]))
+    assert [hit.id for hit in index.search(["words"], 1)[0]] == [made.id] and len(index.store) == 0
+    list(index.add([made]))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(PassageCollection, "delete", interrupt)
+        index.remove([str(made.id)])
+    assert list(index.sources("/docs")) == [made.id] and len(index.store) == 0
 
 
 def test_of_an_apps_own_collection_they_are_reported_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
