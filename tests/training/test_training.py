@@ -28,12 +28,17 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import SHIPPED, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.stages.distillation import DistillationCollator, DistillationLoss, with_repeats
+from ctx_compress_rag.training.stages.distillation import (
+    DistillationCollator,
+    DistillationLoss,
+    DistillationRecipe,
+    with_repeats,
+)
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
 from helpers.models import draw_lora, widen
 from helpers.ram import after_hole, plain_ids
-from helpers.training import losses, report, write_recipe
+from helpers.training import losses, report, settings_of, write_recipe
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 EXAMPLES = [
@@ -327,3 +332,22 @@ def test_teacher_of_another_decoder_gives_a_warning(
     start = {"decoder": str(own), "teacher": str(teacher)}
     run_recipe(write_recipe(decoder, "distillation", tmp_path / "out", {"steps": 1}, **start))
     assert (f"was trained on the decoder '{decoder}', not '{own}'" in caplog.text) is other
+
+
+def test_what_a_recipe_leaves_out_is_the_bundles(decoder: Path, tmp_path: Path) -> None:
+    """Its name, ratios, window and prompt, which the bundle that is trained further keeps."""
+    own = {"templates": ["{question} Use: {context}"], "max_answer_tokens": 7, "files": [str(decoder / "data.jsonl")]}
+    first = {"base_ratio": 2, "ratios": [2, 6], "window": 60, "reads": "a test", "name": "first", "data": own}
+    run_recipe(write_recipe(decoder, "distillation", tmp_path / "first", {"steps": 1}, **first))
+    bundle = tmp_path / "first" / "bundle"
+    data = {"files": own["files"]}
+    further = {"stage": "distillation", "output": str(tmp_path / "further"), "bundle": str(bundle), "data": data}
+    (tmp_path / "further.yaml").write_text(yaml.safe_dump(further | {"optim": {"steps": 1, "batch_size": 2}}))
+    run_recipe(tmp_path / "further.yaml")
+    before, after = (Bundle.from_pretrained(path, device="cpu") for path in (bundle, tmp_path / "further" / "bundle"))
+    assert after.config == before.config.model_copy(update={"decoder_digest": after.config.decoder_digest})
+    assert (after.config.template, after.config.answer_tokens, after.config.max_tokens) == (own["templates"][0], 7, 60)
+    usual = parse_recipe(further | {"bundle": "smollm2-135m"}, "test")
+    assert isinstance(usual, DistillationRecipe) and usual.data.templates == list(TEMPLATES)
+    with pytest.raises(ConfigError, match="name"):
+        parse_recipe(settings_of(decoder, "distillation", tmp_path, name=None), "test")

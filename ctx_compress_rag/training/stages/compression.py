@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import SHIPPED
+from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_config
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
@@ -24,6 +24,7 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.soft_context import check_window
 from ctx_compress_rag.strict import Strict
+from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import layers_of
 from ctx_compress_rag.training.engine.loop import Collate, Examples, Job
@@ -56,7 +57,8 @@ class CompressionRecipe(Recipe):
     """Train a compressor and its reader: the settings that all such stages share.
 
     Starts from untrained weights for `decoder`, or from a `bundle`: one that an earlier stage made, or a shipped one's
-    name. A `method` given with a bundle replaces the bundle's settings, and must fit its weights.
+    name. What a recipe with a bundle leaves out (`name`, `reads`, `base_ratio`, `ratios`, `window`, the prompt) is the
+    bundle's; a `method` given with it replaces the bundle's settings, and must fit its weights.
 
     `copy_decoder: false` makes the bundle name the folder given as `decoder`, instead of holding a copy of it.
     `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_license` and `limits` go into its model card.
@@ -68,7 +70,7 @@ class CompressionRecipe(Recipe):
     packed: ClassVar[bool] = False
     """Whether the stage's examples are whole batches of packed rows, all of one shape."""
 
-    name: str
+    name: str = ""
     reads: str = "general text"
     bundle: Path | None = None
     decoder: str | GgufDecoder | None = None
@@ -85,6 +87,24 @@ class CompressionRecipe(Recipe):
     decoder_license: str | None = None
     limits: list[str] = Field(default=[])
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_bundle(cls, settings: Any) -> Any:
+        """Fill in what the bundle says; one that an earlier stage makes may not exist yet."""
+        bundle = settings.get("bundle") if isinstance(settings, dict) else None
+        file = Path(SHIPPED.get(str(bundle), bundle or "")) / CONFIG_FILE
+        if bundle is None or not file.exists():
+            return settings
+        config = read_config(file)
+        own = {key: getattr(config, key) for key in ("name", "reads", "base_ratio", "ratios")}
+        own |= {"window": config.max_tokens, **settings}
+        if cls.asks and isinstance(own.get("data"), dict):
+            # A bundle with one of the usual prompts was trained with all of them.
+            others = [template for template in TEMPLATES if template != config.template]
+            asked = [config.template, *(others if config.template in TEMPLATES else ())]
+            own["data"] = {"templates": asked, "max_answer_tokens": config.answer_tokens} | own["data"]
+        return own
+
     @field_validator("bundle")
     @classmethod
     def _shipped(cls, bundle: Path | None) -> Path | None:
@@ -94,8 +114,8 @@ class CompressionRecipe(Recipe):
     def _fits_together(self) -> CompressionRecipe:
         if (self.bundle is None) == (self.decoder is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
-        if self.decoder and self.method is None:
-            raise ValueError("a new bundle needs a method: give one")
+        if self.decoder and (self.method is None or not self.name):
+            raise ValueError("a new bundle needs a name and a method: give both")
         if self.bundle and (self.revision or self.teacher):
             raise ValueError("a bundle has its own revision and teacher: leave them out")
         if self.method is not None:  # otherwise it is the bundle's, which may not exist until an earlier stage has run
