@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.crashes.words import WordBundle, passage
@@ -28,8 +29,13 @@ from ctx_compress_rag.store.connect import connect
 
 logger = logging.getLogger(__name__)
 
-COLLECTION, KEY = "passages", b"a key for the campaign"
-KEPT, MOVED = range(6, 20), range(6)  # passages that jobs leave alone, and those that they change or delete
+COLLECTION, KEY, TENANT = "passages", b"a key for the campaign", "a tenant"
+KEPT, MOVED = range(6, 206), range(6)  # passages that jobs leave alone, and those that they change or delete
+THEIRS = range(400, 406)  # passages of a tenant, in a second collection, under ids of the first
+FIRST = (
+    110  # how many go into a new folder at once: the others wait for more, until Chroma writes its index to the disk
+)
+INDEXED: Any = {"hnsw": {"sync_threshold": 100, "batch_size": 100}}  # as it does after so many
 
 
 def text_of(n: int, version: int = 0) -> str:
@@ -58,34 +64,63 @@ def in_child(work: Callable[[], Any], seconds: float = 120) -> tuple[int, Any]:
     return code, pickle.loads(said) if code == 0 else None
 
 
+def vectors_of(ids: Sequence[str]) -> list[list[float]]:
+    """A vector for each passage, nearest to itself."""
+    drawn = [np.random.default_rng(int(id[1:])).normal(size=16) for id in ids]
+    return [list(map(float, each / np.linalg.norm(each))) for each in drawn]
+
+
+@contextmanager
+def app_collection(folder: Path) -> Iterator[Collection]:
+    """The app's collection, to retrieve from."""
+    with closing(connect(folder)) as place:
+        yield Collection(place, COLLECTION, INDEXED)
+
+
 def save(folder: Path, passages: dict[str, str], store: SoftContextStore) -> None:
     """As an app does it: vectors first, then soft contexts."""
-    with closing(connect(folder)) as place:
-        vectors, rows = [[1.0, 0.0]] * len(passages), [{"n": 1}] * len(passages)
-        Collection(place, COLLECTION).upsert(list(passages), vectors, rows, list(passages.values()))
+    with app_collection(folder) as app:
+        app.upsert(list(passages), vectors_of(list(passages)), [{"n": 1}] * len(passages), list(passages.values()))
     store.add(list(passages.values()), list(passages), progress=False)
 
 
 def drop(folder: Path, ids: Sequence[str], store: SoftContextStore) -> None:
     """Soft contexts first, then vectors."""
     store.delete(ids)
-    with closing(connect(folder)) as place:
-        Collection(place, COLLECTION).delete(ids)
+    with app_collection(folder) as app:
+        app.delete(ids)
 
 
-def retrievable(folder: Path) -> dict[str, str]:
-    """The app's passages by id; one whose text Chroma lost is no passage any more."""
-    with closing(connect(folder)) as place:
-        records = Collection(place, COLLECTION)
-        if not records.count():
+def searched(folder: Path, found: Counter[str]) -> dict[str, str]:
+    """The app's passages by id, those that search misses counted, and put back as an app does it."""
+    with app_collection(folder) as app:
+        there = {id: text for id, (text, _) in app.texts(app.ids()).items() if text is not None}
+        if not there:
             raise StoreError("the database is gone")
-        return {id: text for id, (text, _) in records.texts(records.ids()).items() if text is not None}
+        said = app.interrupted()
+        missed = set(there) - {hit[0] for [hit] in app.query(vectors_of(list(there)), 1)}
+        found["missed"] += len(missed)
+        found["missed unsaid"] += 0 if said else len(missed)
+        if lost := [id for id in app.unsearchable() if id in there]:
+            app.upsert(lost, vectors_of(lost), [{"n": 1}] * len(lost), [there[id] for id in lost])
+        missed = set(there) - {hit[0] for [hit] in app.query(vectors_of(list(there)), 1)}
+        found["not searchable again"] += len(missed)
+        return there
 
 
 def make(folder: Path) -> None:
     """The folder that all jobs begin with."""
     with SoftContextStore(folder, WordBundle(), key=KEY) as store:
-        save(folder, {f"p{n}": text_of(n) for n in [*MOVED, *KEPT]}, store)
+        passages = [*MOVED, *KEPT]
+        for part in (passages[:FIRST], passages[FIRST:]):
+            save(folder, {f"p{n}": text_of(n) for n in part}, store)
+    with second(folder) as store:
+        store.add([text_of(n) for n in THEIRS], [f"p{n - 400}" for n in THEIRS], progress=False)
+
+
+def second(folder: Path) -> SoftContextStore:
+    """A tenant's store in the same folder."""
+    return SoftContextStore(folder, WordBundle(), key=KEY, collection="second", scope=TENANT)
 
 
 def job(folder: Path, kind: str) -> None:
@@ -94,7 +129,7 @@ def job(folder: Path, kind: str) -> None:
         if kind == "delete":
             drop(folder, [f"p{n}" for n in MOVED], store)
         else:
-            first = 100 if kind == "add" else 0
+            first = 300 if kind == "add" else 0
             save(folder, {f"p{first + n}": text_of(first + n, 1) for n in MOVED}, store)
 
 
@@ -103,7 +138,7 @@ def look(folder: Path) -> Counter[str]:
     found: Counter[str] = Counter()
     bundle = WordBundle()
     with SoftContextStore(folder, bundle, key=KEY) as store:
-        there = retrievable(folder)
+        there = searched(folder, found)
         ids, texts = list(there), list(there.values())
         shown = mark(store, texts, ids, ratio=8, on_missing="text")
         for text, each in zip(texts, shown, strict=True):
@@ -115,9 +150,12 @@ def look(folder: Path) -> Counter[str]:
             found["read"] += 1
             found["wrong"] += not is_of(store.fetch([marker])[0], bundle, text) or expand(store, each) != text
         found["lost"] += len({f"p{n}" for n in KEPT} - set(ids))
-        kept = [(f"p{n}", text_of(n)) for n in KEPT]
-        for soft, (_, text) in zip(store.get([id for id, _ in kept]), kept, strict=True):
-            found["lost"] += soft is None or not is_of(soft.merge(2), bundle, text)
+        softs = store.get([f"p{n}" for n in KEPT])
+        with second(folder) as theirs:
+            softs += theirs.get([f"p{n - 400}" for n in THEIRS])
+            found["of others"] += len(theirs.ids("default")) + len(store.ids(TENANT))
+        for soft, n in zip(softs, [*KEPT, *THEIRS], strict=True):
+            found["lost"] += soft is None or not is_of(soft.merge(2), bundle, text_of(n))
         found["not mended"] += sum(
             new == text for text, new in zip(texts, mark(store, texts, ids, ratio=8), strict=True)
         )

@@ -48,6 +48,10 @@ def run(count: int) -> tuple[Counter[str], Counter[str]]:
             counted["kills at chosen calls"] += 1
             counted["passages read right after"] += seen["read"]
             counted["passages met as missing"] += seen["missing"]
+            counted["passages that search missed, and the folder says so"] += seen["missed"] - seen["missed unsaid"]
+            faults["passages that search missed, and nothing says so"] += seen["missed unsaid"]
+            faults["passages that search misses after mending"] += seen["not searchable again"]
+            faults["passages read of others"] += seen["of others"]
             faults["errors right after"] += sum(seen[name] for name in ("refused", "raw errors", "aborts", "crashes"))
             faults["passages lost"] += seen["lost"]
             faults["passages read wrong"] += seen["wrong"]

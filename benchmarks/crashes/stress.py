@@ -21,20 +21,23 @@ KEY = b"a key for the stress test"
 
 def work(order: dict[str, Any]) -> dict[str, int]:
     """One process's part of a round."""
+    from benchmarks.crashes.folders import app_collection, save, vectors_of
     from benchmarks.crashes.words import WordBundle, passage
     from ctx_compress_rag.errors import StoreLockedError
     from ctx_compress_rag.store import SoftContextStore
 
     done: Counter[str] = Counter()
-    rng = random.Random(order["seed"])
-    with SoftContextStore(order["folder"], WordBundle(), key=KEY, lock_timeout=rng.choice([0.0, 0.05, 5.0])) as store:
+    rng, folder = random.Random(order["seed"]), Path(order["folder"])
+    with (
+        SoftContextStore(folder, WordBundle(), key=KEY, lock_timeout=rng.choice([0.0, 0.05, 5.0])) as store,
+        app_collection(folder) as app,
+    ):
         if order["role"] == "write":
             first = 1000 * order["number"]
             for start in range(first, first + ADDS * EACH, EACH):
-                ids = [f"p{i}" for i in range(start, start + EACH)]
                 while True:
                     try:
-                        store.add([passage(i) for i in range(start, start + EACH)], ids, progress=False)
+                        save(folder, {f"p{i}": passage(i) for i in range(start, start + EACH)}, store)
                         break
                     except StoreLockedError:
                         done["locked"] += 1
@@ -42,7 +45,7 @@ def work(order: dict[str, Any]) -> dict[str, int]:
                 done["written"] += EACH
                 time.sleep(rng.uniform(0, 0.01))
         elif order["role"] == "read":
-            while not Path(order["folder"], STOP).exists():
+            while not (folder / STOP).exists():
                 n = 1000 * rng.randrange(WRITERS) + rng.randrange(ADDS * EACH)
                 [found] = store.get_passages([f"p{n}"])
                 [soft] = store.get([f"p{n}"])
@@ -50,11 +53,15 @@ def work(order: dict[str, Any]) -> dict[str, int]:
                 assert found is None or (soft is not None and soft.n_tokens == 30)
                 done["read"] += 1
                 done["found"] += found is not None
+                hits = app.query(vectors_of([f"p{n}"]), 1)[0]
+                done["searched"] += 1
+                assert found is None or hits[0][0] == f"p{n}"  # vectors are written first
                 time.sleep(rng.uniform(0, 0.01))
         else:
             ids = [f"p{1000 * w + i}" for w in range(WRITERS) for i in range(ADDS * EACH)]
             done["lost"] = sum(soft is None for soft in store.get(ids))
             done["extra"] = len(store) - len(ids)
+            done["not searchable"] = len(app.unsearchable())
             done["usable"] = store.add([passage(7)], ["after"], progress=False).added
             done["slots"] = store.info().slots
     return done
@@ -124,6 +131,6 @@ def rounds(count: int, seed: int = 0) -> dict[str, int]:
 def run(count: int) -> tuple[Counter[str], Counter[str]]:
     """So many rounds; what was counted, and what of it must be zero."""
     done = Counter(rounds(count))
-    faults = Counter({name: done[name] for name in ("lost", "extra", "died", "broken")})
+    faults = Counter({name: done[name] for name in ("lost", "extra", "not searchable", "died", "broken")})
     faults["not written"] = count * WRITERS * ADDS * EACH - done["written"]
     return done - faults, faults

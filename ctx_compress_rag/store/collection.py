@@ -64,8 +64,8 @@ class Collection:
         name: its name.
         configuration: Chroma's configuration of a new one.
         metadata: the metadata of a new one.
-        lock_timeout: seconds that a write waits for a folder's lock.
-        read_timeout: seconds that a read waits for a folder's lock, and as many for Chroma's answer.
+        lock_timeout: seconds that a write waits for other writes.
+        read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer.
     """
 
     def __init__(
@@ -195,9 +195,9 @@ class Collection:
 
     @shielded
     def check_writable(self) -> None:
-        """Raise StoreWriteError if the next write would be refused; create the collection if there is none."""
-        with self._writing():
-            pass
+        """Raise StoreError if the next write would be refused."""
+        self._check_open()
+        self.place.check_writable(self._lock_timeout)
 
     def close(self) -> None:
         """Release the engine; closing again has no effect."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.store.marker import MIN_KEY_BYTES, MarkerCodec
-from ctx_compress_rag.store.place import DRAFT, Place, locked
+from ctx_compress_rag.store.place import DRAFT, LOCK_FILE, Place, locked
 
 KEY_VARIABLE = "CTX_COMPRESS_KEY"
 KEY_FILE = "ctx-compress.key"
@@ -113,7 +113,7 @@ def key_from_file(path: Path, new: bytes | None = None) -> bytes:
 def _create(path: Path, key: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + DRAFT)
-    with locked(path.parent):
+    with locked(path.parent / LOCK_FILE):
         if path.exists():  # another process's
             return
         draft.unlink(missing_ok=True)  # of a process that was killed here

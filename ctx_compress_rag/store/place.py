@@ -1,10 +1,10 @@
 """Where a store is: a Chroma server or memory, or a folder that several processes use.
 
-In a folder, one engine is at work at a time, of all processes and threads: each read or write holds the folder's lock,
+In a folder, one engine is at work at a time, of all processes and threads: each read or write holds the folder's locks,
 for milliseconds. Chroma needs that: with two writers, records were lost; it writes even when it reads; and an engine
 keeps part of the index in memory, which it may write over what others wrote since it was opened. Therefore each write
 opens a new engine and leaves a new generation number, and whoever finds a new number reopens its engine. The operating
-system releases the lock of a process that dies, however it dies; what follows the number says that a write was
+system releases the locks of a process that dies, however it dies; what follows the number says that a write was
 not finished.
 """
 
@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,10 +31,15 @@ from ctx_compress_rag.store.chroma_internals import check_not_forked, has_databa
 from ctx_compress_rag.store.threads import limited, shielded
 
 DEFAULT_TIMEOUT = 30.0
-"""Seconds that a write waits for the folder's lock."""
+"""Seconds that a write waits for other writes."""
 READ_TIMEOUT = 60.0
-"""Seconds that a read waits for the folder's lock, and as many for Chroma's answer."""
+"""Seconds that a read waits for a write in progress, and as many for Chroma's answer."""
 LOCK_FILE = "ctx-compress.lock"
+"""The writers' queue."""
+TURN_FILE = "ctx-compress.turn"
+"""New readers wait here while a writer waits for the readers before it, so that many readers cannot starve it."""
+ACCESS_FILE = "ctx-compress.access"
+"""Held while an engine works."""
 DRAFT = ".draft"
 """The end of a name of a file that is being made."""
 _GENERATION_FILE = "ctx-compress.generation"
@@ -60,7 +65,7 @@ class Place(ABC):
         """A client to read with; None if nothing was ever written.
 
         Raises:
-            StoreLockedError: the folder's lock was taken for `timeout` seconds.
+            StoreLockedError: a write took `timeout` seconds.
             StoreWriteError: this user may not write to the folder, as Chroma must even to read.
             StoreError: Chroma failed, or does not answer for `timeout` seconds.
         """
@@ -70,10 +75,13 @@ class Place(ABC):
         """A client to write with.
 
         Raises:
-            StoreLockedError: the folder's lock was taken for `timeout` seconds.
+            StoreLockedError: others wrote for `timeout` seconds.
             StoreWriteError: the folder or its disk cannot be written to, or Chroma refuses.
             StoreError: Chroma failed.
         """
+
+    def check_writable(self, timeout: float) -> None:  # noqa: B027
+        """Raise the error that `writing` would."""
 
     @abstractmethod
     def close(self) -> None:
@@ -167,7 +175,7 @@ class Folder(Place):
         if not has_database(self.folder):
             yield None
             return
-        with limited(2 * timeout, partial(self._silent, timeout)), locked(self.folder, timeout):
+        with limited(2 * timeout, partial(self._silent, timeout)), self._shared(timeout):
             generation = self._read_generation()[:-1]
             try:
                 with explained(self.where, self.folder):
@@ -180,15 +188,8 @@ class Folder(Place):
 
     @contextmanager
     def writing(self, timeout: float) -> Iterator[ClientAPI]:
-        """See `Place`. The client is opened after taking the lock, and so as new as the files."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreWriteError(f"cannot make the folder {self.where} ({error.strerror}): give another") from error
-        with locked(self.folder, timeout):
-            if fault := lacks_room(self.folder):
-                # Not only after Chroma has failed: what it then cannot apply, it tries to apply before each read.
-                raise StoreWriteError(f"cannot write to {self.where} ({fault}): make room")
+        """See `Place`. The client is opened after taking the locks, and so as new as the files."""
+        with self._writable(timeout):
             # Before the first write, so that readers reopen their engines even if this process is killed.
             generation, state = secrets.token_bytes(8), _UNFINISHED if self.interrupted() else _FINISHED
             self._write_generation(generation + _UNFINISHED)
@@ -197,6 +198,11 @@ class Folder(Place):
                 assert self._engine is not None
                 yield self._engine
             self._write_generation(generation + state)
+
+    def check_writable(self, timeout: float) -> None:
+        """See `Place`."""
+        with self._writable(timeout):
+            pass
 
     @shielded
     def close(self) -> None:
@@ -212,7 +218,7 @@ class Folder(Place):
     @shielded
     def mended(self) -> None:
         """See `Place`."""
-        with locked(self.folder):
+        with self._alone(DEFAULT_TIMEOUT):
             self._write_generation(self._read_generation()[:-1] + _FINISHED)
 
     @shielded
@@ -221,23 +227,22 @@ class Folder(Place):
 
         Args:
             target: where to put the copy; must not exist, and is created completely or not at all.
-            timeout: seconds to wait for the folder's lock.
+            timeout: seconds to wait for writers.
 
         Raises:
             StoreError: the target exists, is inside the folder or cannot be written.
-            StoreLockedError: the folder's lock was taken for too long.
+            StoreLockedError: others wrote for too long.
         """
         if target.exists() or target.resolve().is_relative_to(self.folder):
             raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
         draft: Path | None = None
-        with locked(self.folder, timeout):
+        with self._alone(timeout):
             self.close()
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-                shutil.copytree(
-                    self.folder, draft, ignore=shutil.ignore_patterns(LOCK_FILE, f"*{DRAFT}"), dirs_exist_ok=True
-                )
+                left_out = shutil.ignore_patterns(LOCK_FILE, TURN_FILE, ACCESS_FILE, f"*{DRAFT}")
+                shutil.copytree(self.folder, draft, ignore=left_out, dirs_exist_ok=True)
                 draft.rename(target)
             except (OSError, shutil.Error) as error:
                 raise StoreError(
@@ -246,6 +251,32 @@ class Folder(Place):
             finally:
                 if draft is not None:
                     shutil.rmtree(draft, ignore_errors=True)
+
+    @contextmanager
+    def _shared(self, timeout: float) -> Iterator[None]:
+        with ExitStack() as access:
+            with locked(self.folder / TURN_FILE, timeout):
+                access.enter_context(locked(self.folder / ACCESS_FILE, timeout))
+            yield
+
+    @contextmanager
+    def _writable(self, timeout: float) -> Iterator[None]:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreWriteError(f"cannot make the folder {self.where} ({error.strerror}): give another") from error
+        with self._alone(timeout):
+            if fault := lacks_room(self.folder):
+                # Not only after Chroma has failed: what it then cannot apply, it tries to apply before each read.
+                raise StoreWriteError(f"cannot write to {self.where} ({fault}): make room")
+            yield
+
+    @contextmanager
+    def _alone(self, timeout: float) -> Iterator[None]:
+        # The caller's limit is for other writers: the readers before it are soon done.
+        queue, turn, access = (self.folder / name for name in (LOCK_FILE, TURN_FILE, ACCESS_FILE))
+        with locked(queue, timeout), locked(turn), locked(access):
+            yield
 
     def _reopen(self, generation: bytes) -> None:
         self.close()
@@ -271,23 +302,23 @@ class Folder(Place):
 
 
 @contextmanager
-def locked(folder: Path, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
-    """Hold a folder's lock; raises as `Folder.writing` does."""
+def locked(file: Path, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
+    """Hold a lock of a folder; raises as `Folder.writing` does."""
     # A new object each time: one that is shared lets every thread in.
-    lock = filelock.FileLock(folder / LOCK_FILE, timeout=timeout, poll_interval=_POLL, thread_local=False)
+    lock = filelock.FileLock(file, timeout=timeout, poll_interval=_POLL, thread_local=False)
     try:
         lock.acquire()
     except filelock.Timeout:
         raise StoreLockedError(
-            f"another process, or another thread of this one, has been reading or writing in {folder} for {timeout:g} "
-            "seconds: try again, wait longer (lock_timeout, read_timeout), stop it, or use a server for all (`chroma "
-            f"run --path {folder}` and chromadb.HttpClient)"
+            f"another process, or another thread of this one, has been reading or writing in {file.parent} for "
+            f"{timeout:g} seconds: try again, wait longer (lock_timeout, read_timeout), stop it, or use a server for "
+            f"all (`chroma run --path {file.parent}` and chromadb.HttpClient)"
         ) from None
     except OSError as error:
         raise StoreWriteError(
-            f"cannot write {lock.lock_file} ({error.strerror}), and Chroma must write even to read: check that the "
-            f"folder, its files and the disk are writable, or let their owner run a server (`chroma run --path "
-            f"{folder}`) and give chromadb.HttpClient(...)"
+            f"cannot write {file} ({error.strerror}), and Chroma must write even to read: check that the folder, its "
+            f"files and the disk are writable, or let their owner run a server (`chroma run --path {file.parent}`) and "
+            "give chromadb.HttpClient(...)"
         ) from error
     try:
         yield

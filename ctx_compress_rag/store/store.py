@@ -56,7 +56,7 @@ class SoftContextStore(ProcessBound):
     """The soft contexts of one bundle, by passage id, in Chroma.
 
     They live in a collection `<collection>-ctx`, one record per passage, and not in the app's own, where every search
-    hit would carry them. Threads and processes may share a folder: each read or write holds its lock for milliseconds.
+    hit would carry them. Threads and processes may share a folder: each read or write holds its locks for milliseconds.
     Ctrl-C leaves no lock behind: what is being written is finished, and the rest is not begun. Several machines may
     share a Chroma server; a folder that a server uses must be reached through it. A store does not survive `fork`: open
     it in the child.
@@ -73,8 +73,8 @@ class SoftContextStore(ProcessBound):
             only the store's ratio.
         key: secret that signs markers; by default the first that `key.Signer` finds.
         scope: default tenant or user, if neither the call nor `marker.scope` names one.
-        lock_timeout: seconds that a write waits for others that read or write, 0 or more.
-        read_timeout: seconds that a read waits for others, and as many for Chroma's answer, 0.1 or more.
+        lock_timeout: seconds that a write waits for other writes, 0 or more.
+        read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer, 0.1 or more.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -141,7 +141,7 @@ class SoftContextStore(ProcessBound):
         Raises:
             ConfigError: a text is blank or not a str, or an id is empty or given twice.
             PayloadError: the bundle made a NaN or infinity; its batch is not stored.
-            StoreLockedError: others used the folder for longer than `lock_timeout`.
+            StoreLockedError: others wrote for longer than `lock_timeout`.
             StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
