@@ -45,14 +45,14 @@ def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False)
     """Cut a text into passages, in order; only white space between passages is dropped.
 
     Paragraphs are packed together as long as they fit. A paragraph that is too long by itself is cut at sentences, a
-    sentence at spaces, a word between characters.
+    sentence at spaces, a word between characters. Each part of a long Markdown table begins with its first two rows.
 
     Args:
         text: the text.
         tokenizer: the decoder's transformers tokenizer.
         max_tokens: maximum tokens of a passage, counted without special tokens; at least 8.
         markdown: start a new passage at each heading, with the text below; headings that follow each other stay
-            together. Each part of a long table begins with the names of its columns, and cells lose their padding.
+            together, and the cells of tables lose their padding.
     """
 
     def count(part: str) -> int:

@@ -92,6 +92,7 @@ class Reader:
         if "costly" in answer:
             self.__exit__()
             if self._costly:
+                self._costly.parent.mkdir(parents=True, exist_ok=True)
                 self._costly.write_text(json.dumps(known | {digest: answer["error"]}, indent=1))
         if "error" in answer:
             raise DataError(answer["error"])

@@ -26,7 +26,7 @@ LOCK = f"/ID [<00> <00>] /Encrypt << /Filter /Standard /V 1 /R 2 /O <{'00' * 32}
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
-    with Reader(tmp_path / "costly.json") as reader:
+    with Reader(tmp_path / "new" / "costly.json") as reader:
         yield reader
 
 
@@ -54,7 +54,7 @@ def test_a_document_that_takes_too_much_is_skipped_and_not_tried_again(
 
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: pytest.fail("tried again"))
     (tmp_path / "memory.pdf").rename(tmp_path / "other.pdf")
-    with Reader(tmp_path / "costly.json") as later:
+    with Reader(tmp_path / "new" / "costly.json") as later:
         for name, limit in (("other.pdf", "memory"), ("time.docx", "1 seconds")):
             with pytest.raises(DataError, match=rf"{limit}.*remove .*costly\.json"):
                 later.read(tmp_path / name)
