@@ -51,15 +51,15 @@ from ctx_compress_rag.evaluation.answering import (
     answer,
     prompt_of,
 )
-from ctx_compress_rag.evaluation.baselines import count, rank_sentences, select, truncate
+from ctx_compress_rag.evaluation.baselines import count, extract, truncate
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
 from ctx_compress_rag.json_files import write_json
+from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.saved_states import FOLDER, step_of
@@ -395,8 +395,8 @@ def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     """The decoder with full text, without context, and with passages shortened to ceil(tokens / ratio) tokens."""
     decoder = Decoder(PlainDecoder(Backbone(*load_decoder(plan.start, dtype=plan.dtype))), batch_size=16)
-    tokenizer, encoder = decoder.bundle.tokenizer, load_minilm()
-    ranked = [rank_sentences(q.passages, q.question, encoder) for q in questions]
+    tokenizer = decoder.bundle.tokenizer
+    near = [nearest(q.passages, q.question) for q in questions]
     texts: dict[Key, list[Sequence[str]]] = {
         (FULL, None): [q.passages for q in questions],
         (NONE, None): [() for _ in questions],
@@ -405,7 +405,7 @@ def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
         budgets = [sum(-(-count(passage, tokenizer) // ratio) for passage in q.passages) for q in questions]
         texts[TRUNCATED, ratio] = [truncate(q.passages, tokenizer, b) for q, b in zip(questions, budgets, strict=True)]
         texts[EXTRACTED, ratio] = [
-            select(own, len(q.passages), tokenizer, b) for own, q, b in zip(ranked, questions, budgets, strict=True)
+            extract(own, decoder.preparer.token_ids, budget) for own, budget in zip(near, budgets, strict=True)
         ]
     answers: SystemAnswers = {}
     for key, given in tqdm(texts.items(), desc="answering", unit="system"):

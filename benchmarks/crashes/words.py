@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from ctx_compress_rag.methods.base.reading import Reading
+from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.soft_context import SoftContext, check_window, pool
 
 
@@ -19,7 +19,7 @@ def word_vectors(text: str, dim: int) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.float32) / 32)
 
 
-class Merging(Reading):
+class Merging(PassageRenderer):
     """Slots that can be merged."""
 
     nestable = True
@@ -30,7 +30,7 @@ class WordBundle:
 
     def __init__(self, name: str = "words", base_ratio: int = 4, dim: int = 8, nestable: bool = True) -> None:
         self.config = SimpleNamespace(name=name, base_ratio=base_ratio)
-        self.compressor = Merging() if nestable else Reading()
+        self.compressor = Merging() if nestable else PassageRenderer()
         self.fingerprint = hashlib.sha256(f"{name}/{base_ratio}/{dim}".encode()).hexdigest()
         self.dim = dim
         self.calls: list[list[str]] = []

@@ -55,9 +55,8 @@ def eval_(
     from benchmarks.scoring.tables import add_to_card, case_table, macro_table
     from benchmarks.timing.cost import CostTable
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.evaluation.answering import RATIOS, Asking
+    from ctx_compress_rag.evaluation.answering import Asking
     from ctx_compress_rag.evaluation.sets import Extra, evaluate_sets, question_sets
-    from ctx_compress_rag.models.sentence_embedding import load_minilm
 
     judging = None if judge is None else load_judge(judge)
     sets = question_sets(data, questions, passages)
@@ -65,8 +64,8 @@ def eval_(
         raise ConfigError(f"--in-domain {unknown[0]}: give names of the sets: {', '.join(sets)}")
     quiet_models()
     opened = Bundle.from_pretrained(bundle)
-    ratios = ratios or list(RATIOS)
-    asking: Asking = {"encoder": load_minilm(), "extractive": extractive}
+    ratios = ratios or opened.config.ratios
+    asking: Asking = {"extractive": extractive}
     if llmlingua is not None:
         asking["shorteners"] = {"LLMLingua-2": LLMLingua2(llmlingua, opened.backbone.device.type).shorten}
     extras: dict[str, Extra] = {}

@@ -5,19 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
-from tqdm.auto import tqdm
+from itertools import islice
 
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.models.sentence_embedding import passage_vectors
-from ctx_compress_rag.text.answers import mentions_answer
+from ctx_compress_rag.evaluation.neighbors import Neighbors
 from ctx_compress_rag.text.sentences import sentences
 
 NEAREST = 30
 """Distractors are drawn from so many neighbors."""
-
-_AT_ONCE = 512
 
 
 def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: int = 1) -> list[Example]:
@@ -31,21 +26,11 @@ def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: 
     Returns: the examples in order, round after round, each turn with the sentence of its answer as evidence, if one
     has it.
     """
-    passages = list(dict.fromkeys(e.passages[0] for e in examples))
-    place = {passage: number for number, passage in enumerate(passages)}
-    vectors = np.concatenate(
-        [
-            passage_vectors(passages[start : start + _AT_ONCE])
-            for start in tqdm(range(0, len(passages), _AT_ONCE), desc="MiniLM", unit="batch")
-        ]
-    )
+    neighbors = Neighbors([e.passages[0] for e in examples])
     distractors = []
     for example in examples:
-        [own] = example.passages
-        near = np.argsort(-(vectors @ vectors[place[own]]), kind="stable")[1 : NEAREST + 1]
         answers = [answer for turn in example.turns for answer in turn.answers]
-        found = (passages[i] for i in near)
-        distractors.append([other for other in found if other != own and not mentions_answer(other, answers)])
+        distractors.append(list(islice(neighbors.of(example.passages[0], answers), NEAREST)))
     made = []
     for number in range(rounds):
         rng = random.Random(number)

@@ -15,11 +15,10 @@ from tqdm.auto import tqdm
 
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.several.losses import HEADS, SeveralCollator, SeveralLoss
-from benchmarks.several.neighbors import among_neighbors, with_evidence
+from benchmarks.several.neighbors import among_neighbors
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, read_jsonl, spread
 from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.evaluation.answering import SOFT, answer
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import questions_of
@@ -144,13 +143,13 @@ def builder(bundle: Bundle) -> PromptBuilder:
 def measured(bundle: Bundle, file: str, count: int) -> Scores:
     """Loss of each question's answer, hits of the heads, and F1 of quoted answers, with one and four passages."""
     alone = [e for e in read_jsonl(file) if len(e.passages[0].split()) < 200]
-    alone = spread([Example(e.passages, (with_evidence(e.turns[0], e.passages[0]),)) for e in alone], 3 * count)
+    alone = spread([Example(e.passages, e.turns[:1]) for e in alone], 3 * count)
     scores: Scores = {}
     loss = SeveralLoss(bundle)
     collate = SeveralCollator(builder(bundle), [bundle.config.template], 8 * LONGEST, 0)
     for passages in (1, 4):
         # Every third is asked; the others are there to be distractors.
-        examples = accompanied(alone, passages)[::3]
+        examples = among_neighbors(alone, [passages])[::3]
         of = f"{Path(file).name.split('.')[0]}, {passages} passages"
         for start in tqdm(range(0, count, 4 * BATCH), desc=f"{of}: loss"):
             batch = collate(examples[start : start + 4 * BATCH])

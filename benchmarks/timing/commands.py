@@ -1,4 +1,4 @@
-"""Commands that time: time-index, time-callers, time-first-token, time-training."""
+"""Commands that time: time-index, time-callers, time-generate, time-first-token, time-training."""
 
 from __future__ import annotations
 
@@ -74,6 +74,34 @@ def time_callers(
             chats.append(messages(TEMPLATES[0], context, "What is it about?"))
         found = concurrency(Decoder(opened, store, batch_size=callers), chats)
     _report(output, "concurrency", concurrency_table(found), {**asdict(found), "ratio": ratio})
+
+
+@command("book.txt --bundle smollm2-135m", lab)
+def time_generate(
+    text: Text,
+    bundle: AnyBundle = str(BUNDLE),
+    tokens: Tokens = 256,
+    prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Passages in the prompt.")] = 1,
+    ratio: Annotated[int, typer.Option(metavar="R", help="Ratio of the passages.")] = 16,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Time 1 and 30 tokens over transformers' `generate` on ready vectors, with the reader merged and apart."""
+    import tempfile
+
+    from benchmarks.timing.concurrency import over_generate
+    from ctx_compress_rag.decoding.decoder import Decoder
+    from ctx_compress_rag.evaluation import report
+    from ctx_compress_rag.evaluation.answering import prompt_of
+    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.store import SoftContextStore
+
+    opened, chunks = _open(text, bundle, tokens)
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, opened) as store:
+        texts = mark(store, sorted(chunks, key=len)[-prompt:], ratio=ratio)
+        chat = prompt_of(opened.config.template, texts, "What is it about?")
+        found = {new: over_generate(Decoder(opened, store), chat, new) for new in (1, 30)}
+    rows = [{"tokens": str(new), **{name: f"{value:.3f}" for name, value in one.items()}} for new, one in found.items()]
+    _report(output, "generate", report.table(rows), found)
 
 
 @command("book.txt --bundle smollm2-135m --prompt 8", lab)

@@ -1,21 +1,27 @@
-"""Speed with several callers: shared passes against one batch, and one caller against transformers' `generate`."""
+"""Speed with several callers against one batch, and with one against transformers' own `generate`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
 
 from benchmarks.timing.phases import measured
+from benchmarks.timing.speed import seconds_of
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.engines.merging import merged_model
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
+from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.prompt import PromptLike
-
-_PAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,6 @@ class Concurrency:
         turns_rate: tokens/s if the callers come one after another.
         last_first: time to the last stream's first piece / time to the first stream's.
         first_seconds: time to the first stream's first piece.
-        alone: time of one caller / time of transformers' `generate`, with the same prompt.
     """
 
     callers: int
@@ -40,7 +45,6 @@ class Concurrency:
     turns_rate: float
     last_first: float
     first_seconds: float
-    alone: float
 
 
 def concurrency_table(found: Concurrency) -> str:
@@ -53,7 +57,6 @@ def concurrency_table(found: Concurrency) -> str:
         "streams over the batch": f"{found.share:.2f}",
         "first piece, ms": f"{found.first_seconds * 1e3:.0f}",
         "the last stream's first piece over the first's": f"{found.last_first:.2f}",
-        "one caller's time over transformers' generate": f"{found.alone:.3f}",
     }
     return measured(rows)
 
@@ -74,8 +77,8 @@ def concurrency(decoder: Decoder, prompts: Sequence[PromptLike], new_tokens: int
     """Time several callers that ask at the same time, each with one of the prompts; the batch should hold them all."""
     sampling = Sampling(max_tokens=new_tokens)
     found = [_round(decoder, prompts, sampling) for _ in range(rounds + 1)][1:]
-    shares, batch, streams, turns, last, first, alone = (median(column) for column in zip(*found, strict=True))
-    return Concurrency(len(prompts), shares, batch, streams, turns, last, first, alone)
+    shares, batch, streams, turns, last, first = (median(column) for column in zip(*found, strict=True))
+    return Concurrency(len(prompts), shares, batch, streams, turns, last, first)
 
 
 def _round(decoder: Decoder, prompts: Sequence[PromptLike], sampling: Sampling) -> tuple[float, ...]:
@@ -89,20 +92,32 @@ def _round(decoder: Decoder, prompts: Sequence[PromptLike], sampling: Sampling) 
     shared = sum(answer.completion_tokens for _, answer in streams) / (time.perf_counter() - began)
     firsts = sorted(first for first, _ in streams)
 
-    pairs = [_alone(decoder, prompts[0], sampling) for _ in range(_PAIRS)]
-    rate = streams[0][1].completion_tokens / median(own for own, _ in pairs)
-    alone = median(own / apart for own, apart in pairs)
-    return shared / batch, batch, shared, rate, firsts[-1] / firsts[0], firsts[0], alone
-
-
-def _alone(decoder: Decoder, prompt: PromptLike, sampling: Sampling) -> tuple[float, float]:
-    """Seconds of one caller, and of transformers' own `generate`."""
     began = time.perf_counter()
-    decoder.generate([prompt], sampling)
-    between = time.perf_counter()
-    with decoder.bundle.backbone.lock:  # then it shares no passes
-        decoder.generate([prompt], sampling)
-    return between - began, time.perf_counter() - between
+    [alone] = decoder.generate(prompts[:1], sampling)
+    rate = alone.completion_tokens / (time.perf_counter() - began)
+    return shared / batch, batch, shared, rate, firsts[-1] / firsts[0], firsts[0]
+
+
+def over_generate(decoder: Decoder, prompt: PromptLike, new_tokens: int, rounds: int = 9) -> dict[str, float]:
+    """Time of one answer over that of transformers' `generate` on ready vectors and merged weights.
+
+    Returns: medians over rounds, in which all run in turn: with the reader merged, and apart; and `generate`'s seconds.
+    """
+    bundle, store = decoder.bundle, decoder.store
+    assert isinstance(bundle, Bundle)
+    model, batch = merged_model(bundle), splice(bundle.backbone.embeddings, decoder.preparer.prepare([prompt]))
+    settings = GenerationConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    given: Any = {"inputs_embeds": batch.inputs_embeds, "attention_mask": batch.attention_mask}
+    sampling = Sampling(max_tokens=new_tokens)
+    asked: dict[str, Callable[[], object]] = {
+        "generate": lambda: model.generate(**given, generation_config=settings),
+        "merged": partial(Decoder(bundle, store, merge=True).generate, [prompt], sampling),
+        "apart": partial(Decoder(bundle, store).generate, [prompt], sampling),
+    }
+    with endless(bundle), torch.no_grad():
+        found = [{name: seconds_of(ask) for name, ask in asked.items()} for _ in range(rounds + 1)][1:]
+    over = {name: median(each[name] / each["generate"] for each in found) for name in ("merged", "apart")}
+    return over | {"generate": median(each["generate"] for each in found)}
 
 
 def _stream(decoder: Decoder, prompt: PromptLike, sampling: Sampling, began: float) -> tuple[float, Generation]:

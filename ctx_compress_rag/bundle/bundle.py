@@ -249,8 +249,8 @@ class Bundle(PlainDecoder):
         source = self.config.source
         if source is not None and not source.shareable and not private:
             raise ConfigError(
-                f"bundle {self.config.name!r} was imported from {source.name}, whose license ({source.licenses}) "
-                "restricts who may publish it: give private=True, or let others import it themselves"
+                f"bundle {self.config.name!r} was imported from {source}; they restrict who may publish it: give "
+                "private=True, or let others import it themselves"
             )
 
         from huggingface_hub import HfApi
@@ -271,6 +271,15 @@ class Bundle(PlainDecoder):
         try:
             self.compressor.check_ratio(ratio, self.config.base_ratio if stored is None else stored)
         except RatioError:
+            return False
+        return True
+
+    @property
+    def reads_slots_alone(self) -> bool:
+        """Whether stored slots are a context by themselves, whatever is asked; not with close reading (RAM)."""
+        try:
+            self.compressor.merge_factor(self.config.base_ratio, self.config.base_ratio)
+        except ConfigError:
             return False
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ctx_compress_rag.bundle.config import BundleConfig, Source
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.methods.registry import METHODS
 
 _LIMIT = "Compression loses detail: run `ctx-compress eval` on your own questions before you rely on it."
@@ -19,7 +19,7 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
     facts = [
         ("Method", f"{config.method.name} ({METHODS[config.method.name].paper})"),
         ("Decoder", f"{decoder} ({license})" if license else decoder),
-        *([] if config.source is None else [("Imported from", _imported(config.source))]),
+        *([] if config.source is None else [("Imported from", str(config.source))]),
         ("Reads", config.reads),
         ("Base ratio", f"{config.base_ratio} source tokens per slot"),
         ("Trained ratios", ", ".join(str(r) for r in config.ratios)),
@@ -65,11 +65,6 @@ bundle = Bundle.from_pretrained("path/to/this/folder")  # or its id on the hub
 
 {rest}
 """
-
-
-def _imported(source: Source) -> str:
-    place = "/".join(filter(None, (source.name, source.subfolder)))
-    return f"{place}{f' at {source.revision[:12]}' if source.revision else ''}, license {source.licenses}"
 
 
 def _score_table(name: str, given: Mapping[str, Any]) -> str:

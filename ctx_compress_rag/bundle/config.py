@@ -20,8 +20,7 @@ class Source(Strict):
         revision: its commit on the hub.
         subfolder: the part of the repository that was read.
         format: the importer's name for its format.
-        license: the license of its weights.
-        part_licenses: the licenses of the decoder, and of an encoder with weights of its own.
+        licenses: of its weights ("checkpoint"), of the decoder, and of an encoder with weights of its own.
         shareable: whether the licenses of all that the bundle holds let anyone publish it.
     """
 
@@ -29,14 +28,13 @@ class Source(Strict):
     revision: str | None = None
     subfolder: str | None = None
     format: str
-    license: str
-    part_licenses: dict[str, str] = {}
+    licenses: dict[str, str]
     shareable: bool = False
 
-    @property
-    def licenses(self) -> str:
-        """All licenses, as a text."""
-        return ", ".join([self.license, *(f"{part} {license}" for part, license in self.part_licenses.items())])
+    def __str__(self) -> str:
+        place = "/".join(filter(None, (self.name, self.subfolder)))
+        licenses = ", ".join(f"{part} {license}" for part, license in self.licenses.items())
+        return f"{place}{f' at {self.revision[:12]}' if self.revision else ''} (licenses: {licenses})"
 
 
 class BundleConfig(Strict):
@@ -59,6 +57,8 @@ class BundleConfig(Strict):
             and LLM classes.
         decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if it has a commit on the hub, or
             its own SHA-256.
+        text_share: the share of a prompt's budget for several passages that is best spent on sentences as text, if the
+            bundle was measured (see `marking.mark.mark`); None shows each passage as slots.
         separator: what stands between two passages in a prompt.
         answer_prefix: with what an answer from passages begins, as part of the prompt.
         chat_template: the chat format it was trained with, in place of the decoder's own; None for the decoder's.
@@ -78,6 +78,7 @@ class BundleConfig(Strict):
     template: str = TEMPLATES[0]
     answer_tokens: int = Field(default=64, gt=0)
     extractive: bool = False
+    text_share: float | None = Field(default=None, ge=0, le=1)
     decoder_digest: str = ""
     separator: str = PASSAGE_SEPARATOR
     answer_prefix: str = ""

@@ -15,7 +15,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import digest_in_memory, files_digest, folder_digest
 
-_ASKING = {"template", "answer_tokens", "extractive", "separator", "answer_prefix", "chat_template"}
+_ASKING = {"template", "answer_tokens", "extractive", "text_share", "separator", "answer_prefix", "chat_template"}
 _CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", *_ASKING}
 
 

@@ -31,9 +31,10 @@ def ask(
         typer.Option(
             metavar="N",
             min=1,
-            help="In place of a ratio: maximum tokens of all passages; the nearest get the finest ratios.",
+            help="In place of a ratio: maximum tokens of all passages, sentences and slots together.",
         ),
     ] = None,
+    text_share: shared.TextShare = None,
     k: shared.Retrieved = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     template: shared.Template = None,
@@ -54,6 +55,7 @@ def ask(
     if not question.strip():
         raise ConfigError("the question is empty: ask something")
     shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
+    shared.check_apart(text_share=text_share, text=text)
     is_server = engine.startswith("http")
     if extractive and is_server:
         raise ConfigError(f"--extractive: {engine} cannot quote: leave it out, or use another --engine")
@@ -74,10 +76,11 @@ def ask(
                 [hit.id for hit in hits],
                 ratio=ratio,
                 token_budget=token_budget,
+                text_share=text_share,
                 scores=[hit.similarity for hit in hits],
                 question=question,
             )
-        prompt = messages(template or config.template, PASSAGE_SEPARATOR.join(texts), question)
+        prompt = messages(template or config.template, PASSAGE_SEPARATOR.join(filter(None, texts)), question)
         options = shared.engine_options(engine, server_key)
         decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:

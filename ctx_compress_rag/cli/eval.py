@@ -26,7 +26,7 @@ def eval_(
         typer.Option(
             metavar="N",
             min=1,
-            help="Passages per prompt; missing ones are drawn from the file's other questions.  [default: the "
+            help="Passages per prompt; missing ones are the nearest to the question's own in the file.  [default: the "
             "question's own]",
         ),
     ] = None,
@@ -35,7 +35,7 @@ def eval_(
         str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
     ] = None,
     no_extraction: Annotated[
-        bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: extraction and the token budget.")
+        bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: best sentences, and mixes with them.")
     ] = False,
     template: shared.Template = None,
     max_tokens: shared.AnswerTokens = None,
@@ -47,15 +47,14 @@ def eval_(
 ) -> None:
     """Score a bundle against its baselines.
 
-    These are full text, no context, and truncation and extraction with as many tokens as the soft context. With several
-    passages in a prompt, also the soft context within a token budget: as many tokens, but finer ratios for passages
-    that MiniLM finds more similar to the question. The default ratios are 4 8 16 32 64 128.
+    These are full text, no context, and, in prompts of as many tokens as with soft contexts, truncation and the
+    sentences nearest to the question. With several passages in a prompt, also the best passage alone, sentences beside
+    slots of the best passage, and what the postprocessors do by default. The default ratios are those that the bundle
+    was trained for.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.evaluation.answering import RATIOS
     from ctx_compress_rag.evaluation.plots import new_figure
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
-    from ctx_compress_rag.models.sentence_embedding import load_minilm
     from ctx_compress_rag.store.codec import check_codec
     from ctx_compress_rag.text.sentences import sentences
 
@@ -71,9 +70,9 @@ def eval_(
     scored = evaluate_sets(
         opened,
         sets,
-        ratios or RATIOS,
+        ratios,
         output,
-        encoder=None if no_extraction else load_minilm(),
+        sentences=not no_extraction,
         codec=codec,
         template=template,
         max_tokens=max_tokens,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import quiet_models
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.published.importing import Import
 
 
 @command("latent-context/0.6b-4b-LCLM-4x ./lclm")
@@ -51,26 +48,22 @@ def import_(
                 print(f"{each.name:<8} {license:<14} {arguments}")
         return
     found = Import.of(name, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
-    for key, value in _facts(found).items():
-        print(f"{key:<12} {value}", flush=True)
+    spaces = {"every": "before every text", "first": "before a prompt's first text only", "none": "never"}
+    sizes = (f"{found.parameters * bits / 8e9:.1f} GB in {bits}" for bits in (32, 16, 8, 4))
+    rows = {
+        "format": found.format.name,
+        "license": found.licenses["checkpoint"],
+        "commit": found.checkpoint.revision or "none: a folder",
+        **{part: f"{files} ({found.licenses[part]})" for part, files in found.parts.items()},
+        "tokenizer": f"adds a space {spaces[found.decoder.spaces]}",
+        "import": f"reads {found.read_now / 1e9:.1f} GB, in about {0.5 + found.read_now / 1e9:.1f} GB of memory",
+        "first use": f"reads {found.read_in_use / 1e9:.1f} GB, the decoder and the encoder",
+        "memory": f"{', '.join(sizes)} bits; without a GPU, it is 32 unless you give --dtype bfloat16",
+        "check": found.format.caution,
+    }
+    for key, value in rows.items():
+        if value:
+            print(f"{key:<10} {value}", flush=True)
     if folder is not None:
         found.write(folder, copy=copy)
         print(f"\nthe bundle is in {folder}: `ctx-compress index FILES --bundle {folder}`, then `ctx-compress ask`")
-
-
-def _facts(found: Import) -> dict[str, str]:
-    """What a user should know before an import."""
-    size, own = found.parameters, found.read_now
-    bits = ", ".join(f"{size * bits / 8e9:.1f} GB in {bits} bits" for bits in (32, 16, 8, 4))
-    spaces = {"every": "before every text", "first": "before a prompt's first text only", "none": "never"}
-    rows = {
-        "format": found.format.name,
-        "license": found.license,
-        "commit": found.checkpoint.revision or "none: a folder",
-        **{part: f"{files} ({found.licenses[part]})" for part, files in found.parts.items()},
-        "tokenizer": f"adds a space {spaces[found.skeleton.spaces]}",
-        "import": f"reads {own / 1e9:.1f} GB, with about {0.5 + own / 1e9:.1f} GB of memory",
-        "first use": f"reads {found.read_in_use / 1e9:.1f} GB: decoder and encoder, whole",
-        "use": f"{bits}: without a GPU, --dtype bfloat16 takes 16, not 32",
-    }
-    return rows | ({"check": found.format.caution} if found.format.caution else {})

@@ -49,6 +49,17 @@ Extractive = Annotated[
         show_default=False,
     ),
 ]
+TextShare = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        min=0,
+        max=1,
+        help="Share of the budget, 0 to 1, for the sentences nearest to the question; the rest is for slots of the "
+        "best passage. 0 shows each passage as slots.  [default: as the bundle answers best]",
+        show_default=False,
+    ),
+]
 BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.")]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first available]")]
 Dtype = Annotated[

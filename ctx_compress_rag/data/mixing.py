@@ -36,15 +36,6 @@ def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: i
     return _by_length(mixed, block, mixer.rng)
 
 
-def accompanied(examples: Sequence[Example], passages: int) -> list[Example]:
-    """Add distractors from nearby in the set to each example, up to `passages` passages, in random order.
-
-    The draws are the same at every call. An example that has enough passages is left as it is.
-    """
-    mixer = _Mixer([examples], MixData(passages=[passages]), random.Random("accompanied:0"))
-    return [e if len(e.passages) >= passages else mixer.prompt(e, 0) for e in examples]
-
-
 def _by_length(examples: Sequence[Example], block: int, rng: random.Random) -> list[Example]:
     """Sort examples into blocks of similar length, and shuffle the blocks, within each stretch of 32 blocks."""
     ordered: list[Example] = []

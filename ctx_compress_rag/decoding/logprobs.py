@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +74,17 @@ def from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
         TokenLogprob(token, logprob, tuple(sorted((others or {}).items(), key=lambda each: -each[1])[:top]))
         for token, logprob, others in zip(logprobs.tokens, logprobs.token_logprobs, likeliest, strict=True)
     ]
+
+
+def as_openai_completion(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
+    """Log-probabilities in the shape of OpenAI's completions."""
+    ends = list(accumulate((len(each.token) for each in logprobs), initial=0))
+    return {
+        "tokens": [each.token for each in logprobs],
+        "token_logprobs": [each.logprob for each in logprobs],
+        "top_logprobs": [dict(each.top) for each in logprobs] if any(each.top for each in logprobs) else None,
+        "text_offset": ends[:-1],
+    }
 
 
 def as_openai(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:

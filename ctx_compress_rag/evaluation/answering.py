@@ -15,19 +15,23 @@ from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
-from ctx_compress_rag.evaluation.baselines import RankedSentence, rank_sentences, select, truncate
+from ctx_compress_rag.evaluation.baselines import extract, truncate
 from ctx_compress_rag.evaluation.questions import Question, digest
+from ctx_compress_rag.marking.budget import Sentence
 from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.sentences import nearest
+from ctx_compress_rag.models.sentence_embedding import passage_vectors, question_vectors
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import DEFAULT_CODEC
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
-RATIOS = (4, 8, 16, 32, 64, 128)
-FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "extraction"
-BUDGETED = "soft context, token budget"
+FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "best sentences"
+BEST, MIXED, DEFAULT = "best passage", "half sentences, half slots", "default"
+SEVERAL = (BEST, MIXED, DEFAULT)
+"""What there is only with several passages in a prompt: the best alone, as text if it fits, else as slots; sentences of
+all and slots of the best; and what the postprocessors do by default."""
 
 Shortener: TypeAlias = Callable[[Sequence[str], Any, int], list[str]]
 """A baseline from elsewhere: (passages, tokenizer, budget) -> a text for each passage, within so many tokens."""
@@ -54,7 +58,7 @@ class Asking(TypedDict, total=False):
     """How to ask: keywords of `answer`, `evaluate` and `evaluate_sets`.
 
     Attributes:
-        encoder: a sentence-transformers model for extraction and the token budget; None leaves both out.
+        sentences: also score what needs MiniLM: best sentences, and `SEVERAL`; True by default.
         shorteners: more baselines, by name.
         codec: how slots are stored; None takes the store's default.
         template: the prompt, see `text.templates`; None takes the bundle's.
@@ -64,7 +68,7 @@ class Asking(TypedDict, total=False):
         batch_size: questions per forward pass.
     """
 
-    encoder: Any
+    sentences: bool
     shorteners: Mapping[str, Shortener]
     codec: str | None
     template: str | None
@@ -92,6 +96,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
         "max_tokens": asking.get("max_tokens") or bundle.config.answer_tokens,
         "extractive": bundle.config.extractive if (quoted := asking.get("extractive")) is None else quoted,
         "codec": asking.get("codec") or DEFAULT_CODEC,
+        "text_share": bundle.config.text_share,
     }
 
 
@@ -123,12 +128,9 @@ def answer(
     The other arguments are those of `evaluate` and `Asking`.
 
     Raises:
-        ConfigError: extraction or a token budget without an encoder.
         RatioError: a ratio cannot be made.
     """
     check_ratios(bundle, ratios)
-    if asking.get("encoder") is None and (needy := [system for system in (EXTRACTED, BUDGETED) if system in systems]):
-        raise ConfigError(f"{needy[0]} needs a sentence encoder: give one, or leave it out")
     about = conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
     kept = None if log is None else AnswerLog(log, about, [q.question for q in questions])
@@ -160,7 +162,7 @@ def each_store(
             decoder = Decoder(bundle, store, batch_size=asking.get("batch_size", 16))
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
             template = asking.get("template") or bundle.config.template
-            yield group, Prompts(decoder, store, template, asking.get("encoder"), asking.get("shorteners", {}))
+            yield group, Prompts(decoder, store, template, asking.get("shorteners", {}))
 
 
 @dataclass(frozen=True)
@@ -170,10 +172,9 @@ class Prompts:
     decoder: Decoder
     store: SoftContextStore
     template: str
-    encoder: Any | None
     shorteners: Mapping[str, Shortener]
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
-    _ranked: dict[Question, list[RankedSentence]] = field(default_factory=dict)
+    _near: dict[Question, list[list[Sentence]]] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
 
     def make(self, key: Key, q: Question) -> list[Message]:
@@ -182,7 +183,7 @@ class Prompts:
 
     def make_anew(self, key: Key, q: Question) -> list[Message]:
         """Like `make` for a question asked for the first time: only the token budget and what retrieval knows stay."""
-        self._ranked.pop(q, None)
+        self._near.pop(q, None)
         return self.make(key, q)
 
     def _texts(self, system: str, ratio: int | None, q: Question) -> list[str]:
@@ -190,37 +191,48 @@ class Prompts:
             return list(q.passages) if system == FULL else []
         if system == SOFT:
             return self._soft(q, ratio)
-        tokenizer, budget = self.decoder.bundle.tokenizer, self._budget(q, ratio)
-        if system == BUDGETED:
-            return mark(self.store, q.passages, token_budget=budget, scores=self._scores(q))
+        budget = self._budget(q, ratio)
+        if system == EXTRACTED:
+            return extract(self._sentences(q), self.decoder.preparer.token_ids, budget)
+        if system in SEVERAL:
+            return self._planned(system, q, ratio, budget)
+        tokenizer, budget = self.decoder.bundle.tokenizer, budget - self._separators(q)
         if system == TRUNCATED:
             return truncate(q.passages, tokenizer, budget)
-        if system in self.shorteners:
-            return self.shorteners[system](q.passages, tokenizer, budget)
-        return select(self._rank(q), len(q.passages), tokenizer, budget)
+        return self.shorteners[system](q.passages, tokenizer, budget)
+
+    def _planned(self, system: str, q: Question, ratio: int, budget: int) -> list[str]:
+        """What the postprocessors make of the passages, or would with another option."""
+        asked: dict[str, Any] = {"question": q.question, "scores": self._scores(q)}
+        if system == DEFAULT:
+            return mark(self.store, q.passages, ratio=ratio, **asked)
+        if system == MIXED:
+            return mark(self.store, q.passages, token_budget=budget, text_share=0.5, **asked)
+        best = q.passages[int(np.argmax(self._scores(q)))]
+        return mark(self.store, [best], token_budget=budget, text_share=0)
 
     def _soft(self, q: Question, ratio: int) -> list[str]:
-        return mark(self.store, q.passages, question=q.question, ratio=ratio)
+        return mark(self.store, q.passages, question=q.question, ratio=ratio, text_share=0)
 
     def _budget(self, q: Question, ratio: int) -> int:
-        """Tokens that the soft context takes in the prompt: slots, and the text that close reading keeps."""
+        """Positions of the soft context in the prompt: slots, text that close reading keeps, and separators."""
         if (q, ratio) not in self._budgets:
-            self._budgets[q, ratio] = sum(len(self.decoder.preparer.token_ids(text)) for text in self._soft(q, ratio))
+            self._budgets[q, ratio] = len(self.decoder.preparer.token_ids(_joined(self._soft(q, ratio))))
         return self._budgets[q, ratio]
+
+    def _separators(self, q: Question) -> int:
+        return (len(q.passages) - 1) * len(self.decoder.preparer.token_ids(PASSAGE_SEPARATOR))
 
     def _scores(self, q: Question) -> list[float]:
         """Cosine of the question with each passage, as a retriever would give it."""
         if q not in self._relevance:
-            assert self.encoder is not None
-            vectors = self.encoder.encode([q.question, *q.passages], normalize_embeddings=True, show_progress_bar=False)
-            self._relevance[q] = (vectors[1:] @ vectors[0]).tolist()
+            self._relevance[q] = (passage_vectors(q.passages) @ question_vectors([q.question])[0]).tolist()
         return self._relevance[q]
 
-    def _rank(self, q: Question) -> list[RankedSentence]:
-        if q not in self._ranked:
-            assert self.encoder is not None
-            self._ranked[q] = rank_sentences(q.passages, q.question, self.encoder)
-        return self._ranked[q]
+    def _sentences(self, q: Question) -> list[list[Sentence]]:
+        if q not in self._near:
+            self._near[q] = nearest(q.passages, q.question)
+        return self._near[q]
 
 
 def _answers(
@@ -247,12 +259,15 @@ def _answers(
             answers[key] = Answers(
                 [text for text, _ in given],
                 float(np.mean([tokens for _, tokens in given])),
-                prompts.store.info().payload_bytes / len(prompts.store) if key[0] in (SOFT, BUDGETED) else None,
+                prompts.store.info().payload_bytes / len(prompts.store) if key[0] in (SOFT, *SEVERAL) else None,
             )
     return answers
 
 
 def prompt_of(template: str, texts: Sequence[str], question: str) -> list[Message]:
     """The chat that asks a question about texts; empty ones are left out."""
-    context = PASSAGE_SEPARATOR.join(text for text in texts if text)
-    return [dict(message) for message in messages(template, context, question)]
+    return [dict(message) for message in messages(template, _joined(texts), question)]
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return PASSAGE_SEPARATOR.join(filter(None, texts))

@@ -1,20 +1,16 @@
 """Hard baselines: the passages' own text, cut to as many tokens as the soft context takes.
 
-Truncation and extraction keep one text per passage, in order (empty if nothing of a passage is left), so that
-prompts are built as from the full passages. The budget is a total over the passages; the result
-never has more tokens, counted passage by passage without special tokens.
+They keep one text per passage, in order (empty if nothing of a passage is left), so that prompts are built as from the
+full passages. The budget is a total over the passages, and never exceeded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ctx_compress_rag.text.sentences import sentences
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
+from ctx_compress_rag.marking.budget import NOTHING, Budget, Retrieved, Sentence, Shown
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
 def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
@@ -38,74 +34,20 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     return [_head(text, tokenizer, share) for text, share in zip(passages, shares, strict=True)]
 
 
-@dataclass(frozen=True)
-class RankedSentence:
-    """A sentence, its position, and its similarity to the question.
-
-    Attributes:
-        text: the sentence, without space around it.
-        passage: index of its passage.
-        position: index of the sentence in its passage.
-        similarity: cosine of its vector and the question's.
-    """
-
-    text: str
-    passage: int
-    position: int
-    similarity: float
-
-
-def rank_sentences(passages: Sequence[str], question: str, encoder: SentenceTransformer) -> list[RankedSentence]:
-    """All sentences of the passages, nearest to the question first, by cosine of their vectors.
+def extract(near: Sequence[Sequence[Sentence]], tokens: Callable[[str], Sequence[int]], budget: int) -> list[str]:
+    """The sentences nearest to the question that fit, in the order of the text; the first that does not is cut.
 
     Args:
-        passages: texts.
-        question: what is asked.
-        encoder: a sentence encoder.
-
-    Raises:
-        MissingExtraError: the `sentences` extra is not installed.
+        near: the sentences of each passage, see `marking.sentences.nearest`.
+        tokens: the decoder's tokens of a text.
+        budget: tokens in all, those between passages included.
     """
-    places = [
-        (sentence, passage, position)
-        for passage, text in enumerate(passages)
-        for position, sentence in enumerate(filter(None, map(str.strip, sentences(text))))
-    ]
-    if not places:
-        return []
-    vectors = encoder.encode(
-        [question, *(sentence for sentence, _, _ in places)], normalize_embeddings=True, show_progress_bar=False
-    )
-    similarities = (vectors[1:] @ vectors[0]).tolist()
-    ranked = [RankedSentence(*place, similarity) for place, similarity in zip(places, similarities, strict=True)]
-    return sorted(ranked, key=lambda s: (-s.similarity, s.passage, s.position))
 
+    def count(shown: Sequence[Shown]) -> int:
+        return len(tokens(PASSAGE_SEPARATOR.join(each.text for each in shown if each.text)))
 
-def select(ranked: Sequence[RankedSentence], n_passages: int, tokenizer: Any, budget: int) -> list[str]:
-    """The best sentences that fit the budget, put back in the order of the text.
-
-    The first sentence that no longer fits is cut to the rest of the budget, so that the baseline uses all
-    of it even if it is shorter than a sentence.
-
-    Args:
-        ranked: sentences, best first.
-        n_passages: number of passages they come from.
-        tokenizer: the decoder's transformers tokenizer.
-        budget: tokens in all, 0 or more.
-    """
-    kept: list[tuple[int, int, str]] = []
-    left = budget
-    for sentence in ranked:
-        text = _head(sentence.text, tokenizer, left)
-        if text:
-            kept.append((sentence.passage, sentence.position, text))
-        # With a space before it: most tokenizers split a text's first word differently from later ones.
-        left -= count(f" {text}", tokenizer)
-        if left <= 0 or text != sentence.text:
-            break
-    kept.sort()
-    texts = [" ".join(text for passage, _, text in kept if passage == i) for i in range(n_passages)]
-    return truncate(texts, tokenizer, budget)  # joined text may count a token or two more
+    passages = [Retrieved("", sentences=own) for own in near]
+    return [each.text for each in Budget(passages, budget, count).with_sentences([NOTHING] * len(near))]
 
 
 def count(text: str, tokenizer: Any) -> int:

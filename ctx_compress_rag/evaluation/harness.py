@@ -12,11 +12,10 @@ import numpy as np
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import (
-    BUDGETED,
     EXTRACTED,
     FULL,
     NONE,
-    RATIOS,
+    SEVERAL,
     SOFT,
     TRUNCATED,
     Asking,
@@ -62,7 +61,7 @@ class Score:
 def evaluate(
     bundle: Bundle,
     questions: Sequence[Question],
-    ratios: Sequence[int] = RATIOS,
+    ratios: Sequence[int] | None = None,
     *,
     log: str | Path | None = None,
     progress: bool = True,
@@ -71,31 +70,27 @@ def evaluate(
     """Score answers from full text, without context, and from the context shortened in each way.
 
     Soft contexts take the path that they take in an application: a store, its codec, markers and the splice.
-    Truncation and extraction get as many tokens for each question as the soft context takes: its slots, and the text
-    that close reading (RAM) keeps. So does a token budget, which reads the passages most similar to the question at
-    finer ratios; it is scored if prompts have several passages and slots can be merged.
+    Whatever else is scored gets prompts of as many tokens for each question. Quotations are of what the prompt gives.
 
     Args:
         bundle: the bundle to score; its decoder also reads the baselines.
         questions: questions with their passages.
-        ratios: multiples of the bundle's base ratio; for RAM, 2 or more.
+        ratios: multiples of the bundle's base ratio; for RAM, 2 or more; None takes those it was trained for.
         log: a JSONL file that keeps the answers; those that it already has, for the same questions asked in the same
-            way, are reused. Give each `encoder` its own log.
+            way, are reused.
         progress: show a progress bar.
         asking: how to ask.
     """
-    answers = answer(
-        bundle, questions, ratios, systems_of(bundle, questions, **asking), log=log, progress=progress, **asking
-    )
+    ratios, systems = ratios or bundle.config.ratios, systems_of(bundle, questions, **asking)
+    answers = answer(bundle, questions, ratios, systems, log=log, progress=progress, **asking)
     return scores_of(questions, answers)
 
 
 def systems_of(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[Asking]) -> list[str]:
     """What `evaluate` compares, in the order of the table."""
-    encoder, several = asking.get("encoder"), any(len(q.passages) > 1 for q in questions)
-    budgeted = encoder is not None and several and bundle.compressor.nestable
-    optional = [*([BUDGETED] if budgeted else []), TRUNCATED, *([EXTRACTED] if encoder is not None else [])]
-    return [FULL, NONE, SOFT, *optional, *asking.get("shorteners", ())]
+    several = any(len(q.passages) > 1 for q in questions) and bundle.reads_slots_alone
+    near = [EXTRACTED, *(SEVERAL if several else ())] if asking.get("sentences", True) else []
+    return [FULL, NONE, SOFT, TRUNCATED, *near, *asking.get("shorteners", ())]
 
 
 def each(

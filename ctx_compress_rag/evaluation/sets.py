@@ -9,9 +9,9 @@ from typing import Any, TypeAlias, Unpack
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl, spread
-from ctx_compress_rag.data.mixing import accompanied
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DataError
+from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import (
     Asking,
     SystemAnswers,
@@ -20,6 +20,7 @@ from ctx_compress_rag.evaluation.answering import (
     prompt_of,
 )
 from ctx_compress_rag.evaluation.harness import Score, save, scores_of, systems_of, table
+from ctx_compress_rag.evaluation.neighbors import Neighbors
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 
 _ANSWERS = "answers.jsonl"
@@ -42,25 +43,29 @@ class SetScores:
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
     """The questions of JSONL files by the file's name without its suffix, at most `limit` of each, evenly spread.
 
-    If a question has fewer than `passages` passages, others of its file are mixed in.
+    If a question has fewer than `passages` passages, it gets those of its file that are nearest to its own.
 
     Raises:
         DataError: two files have the same name.
+        MissingExtraError: passages are to be added, and MiniLM is not installed.
     """
     sets: dict[str, list[Question]] = {}
     for file in files:
         name = Path(file).name.split(".")[0]
         if name in sets:
             raise DataError(f"two files are named {name!r}: their scores would go into the same folder")
-        examples = accompanied(read_jsonl(file, unanswerable=True), passages)
+        examples = read_jsonl(file, unanswerable=True)
         sets[name] = spread(questions_of(examples), limit)
+        if any(len(q.passages) < passages for q in sets[name]):
+            neighbors = Neighbors([passage for e in examples for passage in e.passages])
+            sets[name] = [neighbors.among(q, passages) for q in sets[name]]
     return sets
 
 
 def evaluate_sets(
     bundle: Bundle,
     sets: Mapping[str, Sequence[Question]],
-    ratios: Sequence[int],
+    ratios: Sequence[int] | None,
     output: str | Path,
     *,
     extras: Mapping[str, Extra] | None = None,
@@ -86,6 +91,8 @@ def evaluate_sets(
         DataError: a set has fewer than two questions with an answer that fit.
         RatioError: a ratio cannot be made.
     """
+    ratios = ratios or bundle.config.ratios
+    untrained = [ratio for ratio in ratios if ratio not in bundle.config.ratios]
     template, longest = asking.get("template"), asking.get("max_tokens")
     fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
     for name, questions in fit.items():
@@ -107,8 +114,10 @@ def evaluate_sets(
         for key, extra in (extras or {}).items():
             text, about[key] = extra(bundle, questions, answers, folder)
             tables.append(text)
-        left_out = f" ({too_long} are longer than the window)" if too_long else ""
-        text = "\n\n".join([*tables, f"{len(questions)} questions from {name}{left_out}"])
+        said = f"{len(questions)} questions from {name}"
+        said += f" ({too_long} are longer than the window)" if too_long else ""
+        said += f"; not trained for {', '.join(map(report.times, untrained))}" if untrained else ""
+        text = "\n\n".join([*tables, said])
         save(scores, text, folder, {**conditions(bundle, questions, **asking), **about})
         results[name] = SetScores(scores, text, len(questions))
     return results

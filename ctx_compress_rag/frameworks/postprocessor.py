@@ -18,17 +18,20 @@ class MarkingPostprocessor(BaseModel):
 
     A passage is looked up in the store by its id, then by its text: the retriever and the store need not use the same
     ids. With a RAM bundle a passage keeps the segments that the question needs as text, and markers stand for the rest;
-    the LLM must then have the same store object.
+    the LLM must then have the same bundle object.
 
     Args:
         store: where the soft contexts are.
         ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, how
             many times shorter all passages together become, 2 or more; None takes the smallest it was trained for.
-        token_budget: in place of a ratio, the maximum number of tokens for all passages of a question together, slots
-            and text alike, as the LLM counts them. More relevant passages get finer ratios, and the best stay text if
-            there is room; at least 90% of the budget is used if the passages allow it (see
-            `ctx_compress_rag.marking.budget.allot`). Passages without a score come last; if none has one, they count
-            as sorted, best first. Metadata, template, question and separators are not counted.
+        token_budget: in place of a ratio, the maximum number of tokens for all passages of a question together: slots,
+            text and the blank lines between passages, as the LLM counts them. Metadata and template are not counted.
+            A ratio stands for the budget that it would give all passages.
+        text_share: the share of this budget, 0 to 1, for the sentences nearest to the question (MiniLM), as text; the
+            rest is for slots of the most relevant passage, and passages with no share are dropped. Without scores, the
+            first is the most relevant. 0 shows every passage as slots. None shows the share with which the bundle
+            answers best (`BundleConfig.text_share`) if there are several passages, a question, and the extra `index`,
+            else slots.
         on_missing: what to do with a passage that the store cannot stand in for, each alone: "compress" and store it,
             or keep its text, with a warning, if that is impossible; raise an "error"; or keep its "text". See
             `ctx_compress_rag.marking.mark.OnMissing`.
@@ -37,9 +40,8 @@ class MarkingPostprocessor(BaseModel):
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or both a ratio and a budget are given; at a
-            call, a RAM bundle gets no question.
-        RatioError: the ratio cannot be made from what is stored; at a call, the passages do not fit into the budget
-            at any ratio.
+            call, a RAM bundle or a `text_share` gets no question, or a score is not a number.
+        RatioError: the ratio cannot be made from what is stored; at a call, the budget is too small.
         ConfigError, MissingPassageError, PayloadError: at a call, `on_missing` is "error", and the store cannot stand
             in for a passage.
         StoreError: at a call, the store cannot be reached.
@@ -50,6 +52,7 @@ class MarkingPostprocessor(BaseModel):
     store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
     token_budget: int | None = None
+    text_share: float | None = None
     on_missing: OnMissing = "compress"
     scope: str | None = None
 
@@ -75,4 +78,4 @@ class MarkingPostprocessor(BaseModel):
         return self._marking().mark(texts, ids, scores, question)
 
     def _marking(self) -> Marking:
-        return Marking(self.store, self.ratio, self.token_budget, self.on_missing, self.scope)
+        return Marking(self.store, self.ratio, self.token_budget, self.text_share, self.on_missing, self.scope)

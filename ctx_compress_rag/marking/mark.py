@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar, get_args
+from functools import cache, partial
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
+
+from pydantic import Field, TypeAdapter
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import (
     ConfigError,
+    MissingExtraError,
     MissingPassageError,
     PayloadError,
     StoreError,
     StoreWriteError,
     short_repr,
 )
-from ctx_compress_rag.marking.budget import TEXT, Relevance, allot, relevance
+from ctx_compress_rag.marking.budget import Budget, Retrieved, Sentence, Shown
+from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id, to_passage
-from ctx_compress_rag.strict import as_int
+from ctx_compress_rag.strict import as_int, validate
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_SHARE: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
 
 MAX_EXPANDED = 16 << 20
 """Maximum characters to which one call of `expand` or `mark` expands markers: more than any LLM reads."""
@@ -42,7 +50,7 @@ can be written, or it holds the marker of a passage that was deleted.
 
 
 class Marked(NamedTuple):
-    """A retrieved text: `text` with markers in it expanded, and what a prompt has in its place."""
+    """A retrieved text: `text` with markers in it expanded, and what a prompt has in its place, "" if nothing."""
 
     text: str
     shown: str
@@ -55,7 +63,8 @@ def mark(
     *,
     ratio: int | None = None,
     token_budget: int | None = None,
-    scores: Sequence[Relevance] | None = None,
+    text_share: float | None = None,
+    scores: Sequence[object] | None = None,
     on_missing: OnMissing = "compress",
     scope: str | None = None,
     question: str | None = None,
@@ -74,23 +83,24 @@ def mark(
         ratio: source tokens per slot, a multiple of the store's base ratio, which is the default; see the bundle's
             `compressor.render`. A bundle that reads question by question takes how many times shorter all texts
             together become, and its markers are for this question and this bundle object only.
-        token_budget: instead of a ratio, the maximum tokens of all texts together: slots, and tokens of what stays
-            text, as the LLM counts them. The more relevant a passage, the finer its ratio; the best stay text if
-            there is room: see `marking.budget.allot`. The rest of the prompt (template, question, separators) comes
-            on top.
-        scores: with a budget, the relevance of each text: higher is better, None comes last.
+        token_budget: instead of a ratio, the maximum positions of all texts together, as the LLM counts them: slots,
+            text, and the blank lines between the texts. A ratio stands for the budget that it would give all texts.
+        text_share: share of the budget, 0 to 1, for the sentences nearest to the question; the rest is for slots of the
+            most relevant text. A text with no share is "". 0 shows each text as slots. None: by the question, if the
+            bundle's config has a `text_share` and there are several texts; else 0.
+        scores: the relevance of each text: higher is better, None and NaN come last.
         on_missing: see `OnMissing`.
         scope: tenant or user; by default the scope of `store.marker.scope`, otherwise the store's.
-        question: what is asked; needed by a bundle that reads question by question.
+        question: what is asked; needed by a `text_share` and by a bundle that reads question by question.
 
     Raises:
         ConfigError: an argument has an impossible value, or the question is missing. With on_missing="error", a
             passage cannot be stored.
-        RatioError: the ratio cannot be made, or the passages do not fit into the budget at any ratio.
+        RatioError: the ratio cannot be made, or the budget is too small.
         MissingPassageError: with on_missing="error", a passage is not stored with this text.
         PayloadError: with on_missing="error", a record is damaged.
     """
-    marking = Marking(store, ratio, token_budget, on_missing, scope)
+    marking = Marking(store, ratio, token_budget, text_share, on_missing, scope)
     return [marked.shown for marked in marking.mark(texts, ids, scores, question)]
 
 
@@ -110,8 +120,8 @@ class Marking:
     The arguments are those of the function `mark`.
 
     Raises:
-        ConfigError: ratio and budget are both given, the budget is below 1 or the bundle takes none, the scope is
-            blank, or `on_missing` is unknown.
+        ConfigError: ratio and budget are both given, the budget or the share is impossible or the bundle takes none,
+            the scope is blank, or `on_missing` is unknown.
         RatioError: the ratio cannot be made from the store's base ratio.
     """
 
@@ -120,19 +130,21 @@ class Marking:
         store: SoftContextStore,
         ratio: int | None = None,
         token_budget: int | None = None,
+        text_share: float | None = None,
         on_missing: OnMissing = "compress",
         scope: str | None = None,
     ) -> None:
         self._store = store
         self._ratio = ratio = None if ratio is None else as_int("ratio", ratio)
         self._budget = budget = None if token_budget is None else as_int("token_budget", token_budget)
+        self._share = None if text_share is None else validate("text_share", text_share, _SHARE)
         self._on_missing = on_missing
         self._scope = scope
         if ratio is not None and budget is not None:
             raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
         if budget is not None and budget < 1:
             raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
-        if budget is not None:
+        if budget is not None or self._share:
             store.merge_factor(store.base_ratio)  # refuses a bundle whose slots are no context by themselves
         if ratio is not None:
             store.bundle.compressor.check_ratio(ratio, store.base_ratio)
@@ -151,7 +163,7 @@ class Marking:
         """See the function `mark`."""
         texts = _listed("texts", texts)
         ids = [None] * len(texts) if ids is None else _listed("ids", ids)
-        relevances = None if scores is None else [relevance(score) for score in _listed("scores", scores)]
+        relevances = None if scores is None else [*map(relevance, _listed("scores", scores))]
         for what, given in (("ids", ids), ("scores", relevances)):
             if given is not None and len(given) != len(texts):
                 raise ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
@@ -265,50 +277,122 @@ class Marking:
         logger.warning("left as text: passage %s (%s)", passage.name, error)
         passage.id, passage.text = None, whole_characters(passage.text)
 
-    def _render(self, passages: Sequence[_Passage], scores: Sequence[Relevance] | None, question: str | None) -> None:
-        """Set what is shown in place of each stored passage."""
+    def _render(self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None) -> None:
+        """Set what is shown in place of each passage; None keeps its text."""
+        shown = self._planned(passages, scores, question)
+        if shown is not None:
+            self._show(passages, shown)
+            return
         store = self._store
-        for passage in passages:
-            passage.shown = None
-        if self._budget is None:
-            groups = {self._ratio: [passage for passage in passages if passage.id is not None]}
-        else:
-            groups = self._allotted(self._budget, passages, scores)
-        for ratio, group in groups.items():
-            ids, texts = [str(passage.id) for passage in group], [passage.text for passage in group]
-            rendered = store.bundle.compressor.render(
-                store, texts, ids, ratio=ratio, question=question, scope=self._scope
-            )
-            for passage, shown in zip(group, rendered, strict=True):
-                # Text that a method keeps may have the form of a marker.
-                parts = store.split(shown, self._scope, "text")
-                passage.shown = "".join(
-                    part.text if isinstance(part, Marker) else escaped_markers(part) for part in parts
-                )
-
-    def _allotted(
-        self, budget: int, passages: Sequence[_Passage], scores: Sequence[Relevance] | None
-    ) -> dict[int | None, list[_Passage]]:
-        """The passages that do not stay text, by the ratios at which all together take at most `budget` tokens."""
-        store = self._store
-        assert isinstance(store.bundle, Bundle)
         stored = [passage for passage in passages if passage.id is not None]
         ids, texts = [str(passage.id) for passage in stored], [passage.text for passage in stored]
-        records = iter(store.get_passages(ids, self._scope, texts))
-        factors = allot(
-            [len(text_ids(store.bundle.tokenizer, escaped_markers(each.text))) for each in passages],
-            [record.n_slots if each.id is not None and (record := next(records)) else 0 for each in passages],
-            budget,
-            base_ratio=store.base_ratio,
-            scores=scores,
-            nestable=store.bundle.compressor.nestable,
-            positions=store.bundle.reader.positions,
+        rendered = store.bundle.compressor.render(
+            store, texts, ids, ratio=self._ratio, question=question, scope=self._scope
         )
-        groups: dict[int | None, list[_Passage]] = {}
-        for passage, factor in zip(passages, factors, strict=True):
-            if factor != TEXT:
-                groups.setdefault(factor * store.base_ratio, []).append(passage)
-        return groups
+        for passage, text in zip(stored, rendered, strict=True):
+            # Text that a method keeps may have the form of a marker.
+            parts = store.split(text, self._scope, "text")
+            passage.shown = "".join(part.text if isinstance(part, Marker) else escaped_markers(part) for part in parts)
+
+    def _planned(
+        self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None
+    ) -> list[Shown] | None:
+        """What is shown of each passage within a budget; None if all are shown as the method does at the ratio."""
+        bundle, store = self._store.bundle, self._store
+        share = self._share_for(question, len(passages))
+        texts = [escaped_markers(passage.text) for passage in passages]
+        near = None if share is None else self._nearest(texts, question or "")
+        if near is None and self._budget is None:
+            return None
+        assert isinstance(bundle, Bundle)
+        stored = [passage for passage in passages if passage.id is not None]
+        records = iter(store.get_passages([str(p.id) for p in stored], self._scope, [p.text for p in stored]))
+        slots = [record.n_slots if p.id is not None and (record := next(records)) else 0 for p in passages]
+        retrieved = list(map(Retrieved, texts, slots, [()] * len(texts) if near is None else near))
+        count = partial(positions, bundle)
+        size = self._budget
+        if size is None:  # what this ratio gives all passages
+            factor = store.merge_factor(store.base_ratio if self._ratio is None else self._ratio)
+            size = count([each.as_slots(factor) for each in retrieved])
+        budget = Budget(retrieved, size, count, nestable=bundle.compressor.nestable)
+        if budget.fits(budget.texts()):
+            return budget.texts()
+        return budget.soft() if near is None or share is None else budget.mixed(self._best(passages, scores), share)
+
+    def _share_for(self, question: str | None, passages: int) -> float | None:
+        """The share of the budget for sentences; None for soft contexts alone."""
+        bundle, share = self._store.bundle, self._share
+        if not (question and question.strip()):
+            if share:
+                raise ConfigError(
+                    f"text_share={share} needs the question: give it to compress_documents (LangChain; a "
+                    "ContextualCompressionRetriever does) or postprocess_nodes (LlamaIndex; a query engine does)"
+                )
+            return None
+        if share is None and passages > 1 and isinstance(bundle, Bundle):
+            share = bundle.config.text_share
+        return share or None
+
+    def _best(self, passages: Sequence[_Passage], scores: Sequence[float] | None) -> int:
+        """The place of the most relevant passage; without scores, of the first."""
+        places = [place for place, passage in enumerate(passages) if passage.text.strip()]
+        return max(places, key=lambda place: scores[place]) if scores else places[0]
+
+    def _nearest(self, texts: Sequence[str], question: str) -> list[list[Sentence]] | None:
+        """The passages' sentences; None without a sentence encoder, unless the options ask for sentences."""
+        try:
+            return nearest(texts, question)
+        except MissingExtraError as error:
+            if self._share is not None:
+                raise
+            _warn_once(f"soft contexts alone are shown, although sentences beside them answer better: {error}")
+            return None
+
+    def _show(self, passages: Sequence[_Passage], shown: Sequence[Shown]) -> None:
+        groups: dict[int, list[_Passage]] = {}
+        for passage, each in zip(passages, shown, strict=True):
+            passage.shown = each.text
+            if each.slots:
+                groups.setdefault(each.factor, []).append(passage)
+        for factor, group in groups.items():
+            ids, texts = [str(passage.id) for passage in group], [passage.text for passage in group]
+            markers = self._store.markers(ids, factor * self._store.base_ratio, self._scope, texts)
+            for passage, marker in zip(group, markers, strict=True):
+                passage.shown = f"{passage.shown} {marker}".strip()
+
+
+def relevance(score: object) -> float:
+    """A score as retrievers and rerankers give it, as a float; -inf if there is none.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    if score is None:
+        return -math.inf
+    try:
+        number = float(score)  # type: ignore[arg-type]  # Decimal, numeric strings, tensors of one number
+    except OverflowError:
+        return math.inf if score > 0 else -math.inf  # type: ignore[operator]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"a passage has the relevance {short_repr(score)}: give a number, or None") from error
+    return -math.inf if math.isnan(number) else number
+
+
+def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
+    """Positions of the prompt that take what is shown of passages, and the separators between them."""
+    texts, slots, after_slots = [""], 0, False
+    for each in shown:
+        if not each.text and not each.slots:
+            continue
+        if slots or texts != [""]:
+            texts[-1] += bundle.separator if after_slots and not each.text else PASSAGE_SEPARATOR
+        texts[-1] += each.text
+        after_slots = each.slots > 0
+        if after_slots:
+            texts[-1] += " " * bool(each.text)
+            texts.append("")
+            slots += bundle.positions(each.slots)
+    return slots + sum(len(text_ids(bundle.tokenizer, text)) for text in texts)
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
@@ -347,6 +431,11 @@ def _listed(what: str, given: Iterable[T]) -> list[T]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"{what}={short_repr(given)} is no list: give one")
     return list(given)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _is_id(id: object) -> bool:

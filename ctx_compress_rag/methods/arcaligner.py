@@ -111,9 +111,6 @@ class SelectiveLora(nn.Module):
     model's as long as no slot precedes it; after a slot, it has read the slot's adapted keys and values, which
     is the purpose of the update.
 
-    Attributes:
-        slots: where updates are added now; None outside `on`.
-
     Raises:
         ConfigError: the layer has no linear layers.
     """
@@ -127,26 +124,20 @@ class SelectiveLora(nn.Module):
             )
         self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
         self._linears = UnregisteredModule(list(linears.values()))
-        self.slots: SlotPlaces | None = None
 
     @contextmanager
     def on(self, slots: SlotPlaces) -> Iterator[None]:
-        """Add the updates at slots within the context; a nested context uses its own slots."""
-        outer, self.slots = self.slots, slots
+        """Add the updates at slots within the context."""
         with ExitStack() as hooks:
-            if outer is None:
-                for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
-                    hooks.callback(linear.register_forward_hook(partial(self._add, update)).remove)
-            try:
-                yield
-            finally:
-                self.slots = outer
+            for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
+                hooks.callback(linear.register_forward_hook(partial(_add, slots, update)).remove)
+            yield
 
-    def _add(self, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        assert self.slots is not None  # it is `on`
-        # In place, at slots only: other positions stay bit-identical and cost nothing.
-        change = update(self.slots.take(args[0])).to(output.dtype)
-        output.view(-1, output.shape[-1]).index_add_(0, self.slots.index, change)
+
+def _add(slots: SlotPlaces, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+    # In place, at slots only: other positions stay bit-identical and cost nothing.
+    change = update(slots.take(args[0])).to(output.dtype)
+    output.view(-1, output.shape[-1]).index_add_(0, slots.index, change)
 
 
 def twin(model: nn.Module) -> Any:
@@ -259,7 +250,7 @@ class ArcAlignerReader(Reader):
         inputs = (
             dict(zip(_arguments(type(trunk).forward), args, strict=False)) | kwargs
         )  # architectures differ in their order
-        cache = inputs.get("past_key_values")
+        cache = inputs.get("cache", inputs.get("past_key_values"))  # the first since transformers 5.24
         if self._slot_mask is None or (cache is not None and cache.get_seq_length()):
             return forward(**inputs)
         given = inputs.get("inputs_embeds")

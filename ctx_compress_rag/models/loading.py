@@ -73,21 +73,12 @@ def open_decoder(
 ) -> tuple[UnloadedModel, Any]:
     """Open a causal LM and its tokenizer in a folder or on the hub: only safetensors or GGUF, never pickle or code.
 
-    Args:
-        name: a folder, a hub id or a GGUF file.
-        revision: a hub revision.
-        device: see `choose_device`.
-        subfolder: where the decoder is in the folder or repository.
-        dtype: dtype of the weights, such as "bfloat16"; None chooses one for the device.
-        device_map: where each part goes, as transformers takes it ("auto", or a dict), in place of `device`.
-        attn_implementation: transformers' name, such as "sdpa" or "eager"; None lets transformers choose.
-        quantization_config: any of transformers' configs (`BitsAndBytesConfig`, `TorchAoConfig`, ...).
+    The options are those of `Bundle.from_pretrained`; `subfolder` is where the decoder is in the folder or repository.
 
     Returns: the model, not yet loaded, and the tokenizer, padding on the left.
 
     Raises:
-        ConfigError: the device is not available, weights cannot have the dtype, or both `device` and `device_map`
-            are given.
+        ConfigError: an option is impossible, or impossible here.
         BundleError: the decoder cannot be loaded; the message names it.
         MissingExtraError: the decoder is a GGUF file, and a package that reads those is not installed.
     """

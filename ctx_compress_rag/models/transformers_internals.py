@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def can_share(model: Any) -> bool:
     types = set(getattr(config, "layer_types", None) or ())
     shared = getattr(config, "num_kv_shared_layers", None)
     return types <= _KEPT_BY_POSITION and not shared and not getattr(model, "_is_stateful", False)
+
+
+def cache_name(model: Any) -> str:
+    """What a causal LM's `forward` calls its cache: transformers 5.24 renamed `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 # A DynamicCache can select rows, but not join others or drop positions: the tensors of its layers are replaced.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
-from ctx_compress_rag.published.checkpoint import Checkpoint, short
+from ctx_compress_rag.published.remote_files import Checkpoint, short
 from ctx_compress_rag.text.chat import PromptTokenizer
 from ctx_compress_rag.text.tokenizing import text_ids
 
@@ -77,11 +77,11 @@ class Format(ABC):
         return None
 
     @abstractmethod
-    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
         """Read a checkpoint; raises BundleError if it lacks something, or does not fit the decoder."""
 
 
-class Skeleton(Backbone):
+class DecoderWithoutWeights(Backbone):
     """A decoder without its weights, for which a bundle is written: gigabytes less to load.
 
     Attributes:
@@ -140,17 +140,17 @@ class Skeleton(Backbone):
         return self.vocabulary[id : id + 1]
 
 
-def same_rows(published: Tensor, own: Tensor | None, what: str, skeleton: Skeleton) -> None:
+def same_rows(published: Tensor, own: Tensor | None, what: str, decoder: DecoderWithoutWeights) -> None:
     """Refuse a decoder whose embeddings or head are not the first rows of the published ones."""
-    rows = len(skeleton.tokenizer)
+    rows = len(decoder.tokenizer)
     if own is None or not torch.equal(published[:rows].float(), own[:rows].float()):
         raise BundleError(
-            f"the checkpoint was not trained on the decoder {skeleton.files}, whose {what} differs: give the right one "
+            f"the checkpoint was not trained on the decoder {decoder.files}, whose {what} differs: give the right one "
             "with --decoder (decoder= in Python)"
         )
 
 
-def exactly(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
+def check_tensor_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
     """Refuse missing and unknown tensors; the first is named."""
     has, needs = set(found), set(wanted)
     if missing := sorted(needs - has):
@@ -175,7 +175,7 @@ def without_weights(files: Checkpoint, auto: Any) -> Any:
         ) from error
 
 
-def supported(checkpoint: Checkpoint, file: str, *counts: str, **values: Any) -> dict[str, Any]:
+def read_required_settings(checkpoint: Checkpoint, file: str, *counts: str, **values: Any) -> dict[str, Any]:
     """Read a JSON file in which these settings must have these values, and `counts` be whole numbers above 0."""
     settings = checkpoint.json(file)
     for key, value in values.items():

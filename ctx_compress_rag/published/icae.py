@@ -6,8 +6,8 @@ import re
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.models.backbone import PEFT_PREFIX
-from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import Conversion, Format, Skeleton, instruct_format
+from ctx_compress_rag.published.format import Conversion, DecoderWithoutWeights, Format, instruct_format
+from ctx_compress_rag.published.remote_files import Checkpoint
 
 _FILE = re.compile(r"[\w.-]*ft_icae\.safetensors")
 _DECODER = "mistralai/Mistral-7B-Instruct-v0.2"
@@ -36,7 +36,7 @@ class Icae(Format):
     def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
         return Checkpoint.open(given or _DECODER)
 
-    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
         [file] = self.files(checkpoint)
         tensors = checkpoint.tensors(file)
         memory = tensors.pop(_MEMORY, None)
@@ -70,10 +70,10 @@ class Icae(Format):
                 "base_ratio": _RATIO,
                 "max_tokens": _RATIO * slots,
                 # The question is tokenized alone there.
-                "template": "{context} {question}" if skeleton.spaces == "first" else "{context}{question}",
+                "template": "{context} {question}" if decoder.spaces == "first" else "{context}{question}",
                 "separator": "",
                 "answer_tokens": 512,
-                "chat_template": instruct_format("[INST]", skeleton.spaces),
+                "chat_template": instruct_format("[INST]", decoder.spaces),
             },
             compressor={"memory": memory[:slots], "begin": memory[:0]},
             reader={"wrap.before": memory[:0], "wrap.after": memory[-1:]},

@@ -20,9 +20,9 @@ from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, decoder_t
 from ctx_compress_rag.bundle.identity import fingerprint
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import files_digest, folder_digest
-from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import Conversion, Format, Skeleton, without_weights
+from ctx_compress_rag.published.format import Conversion, DecoderWithoutWeights, Format, without_weights
 from ctx_compress_rag.published.registry import recognized
+from ctx_compress_rag.published.remote_files import Checkpoint
 from ctx_compress_rag.strict import explain
 
 _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0"}
@@ -35,14 +35,14 @@ class Import:
     Attributes:
         checkpoint: its files.
         format: how they are read.
-        skeleton: the decoder, without its weights.
+        decoder: the decoder, without its weights.
         encoder: an encoder with weights of its own, or None.
         parameters: of decoder and encoder together.
     """
 
     checkpoint: Checkpoint
     format: Format
-    skeleton: Skeleton
+    decoder: DecoderWithoutWeights
     encoder: Checkpoint | None
     parameters: int
 
@@ -73,41 +73,37 @@ class Import:
 
         checkpoint = Checkpoint.open(str(name), revision, subfolder)
         found = recognized(checkpoint)
-        skeleton, own = Skeleton(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder)
-        models = [skeleton.model]
+        reads, own = DecoderWithoutWeights(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder)
+        models = [reads.model]
         if own is not None and own.of_transformers:  # which looks whether all weights are there
             models.append(without_weights(own, AutoModel))
-        return cls(checkpoint, found, skeleton, own, sum(p.numel() for model in models for p in model.parameters()))
-
-    @property
-    def license(self) -> str:
-        """The license of the published weights."""
-        return self.format.license(self.checkpoint)
+        return cls(checkpoint, found, reads, own, sum(p.numel() for model in models for p in model.parameters()))
 
     @property
     def parts(self) -> dict[str, Checkpoint]:
         """What the bundle names, or copies: the decoder, and an encoder with weights of its own."""
-        return {"decoder": self.skeleton.files} | ({} if self.encoder is None else {"encoder": self.encoder})
+        return {"decoder": self.decoder.files} | ({} if self.encoder is None else {"encoder": self.encoder})
 
     @property
     def licenses(self) -> dict[str, str]:
-        """The license of each part."""
-        return {
-            name: self.license if part.name == self.checkpoint.name else part.license
-            for name, part in self.parts.items()
-        }
+        """The license of the checkpoint and of each part; of one that comes with the checkpoint, it is the same."""
+        own, place = self.format.license(self.checkpoint), self.checkpoint.name
+        return {"checkpoint": own} | {n: own if part.name == place else part.license for n, part in self.parts.items()}
 
     @property
     def read_now(self) -> int:
         """Bytes that `write` reads, some of them perhaps here already."""
-        decoder, tensors = self.skeleton.files, self.format.decoder_tensors
-        shards = {decoder.shard(key) for key in tensors}
-        return self.checkpoint.bytes_of(self.format.files(self.checkpoint)) + decoder.bytes_of(shards)
+        files = self.decoder.files
+        return self._own_bytes + files.bytes_of({files.shard(key) for key in self.format.decoder_tensors})
 
     @property
     def read_in_use(self) -> int:
         """Bytes of the decoder and the encoder, which are read when they are first used."""
         return sum(part.bytes_of(part.of_transformers) for part in self.parts.values())
+
+    @property
+    def _own_bytes(self) -> int:
+        return self.checkpoint.bytes_of(self.format.files(self.checkpoint))
 
     def write(self, folder: str | Path, *, copy: bool = False) -> None:
         """Convert into a new folder; nothing is left of it if that fails.
@@ -123,8 +119,7 @@ class Import:
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} has files: give a new folder")
-        used = self.checkpoint.bytes_of(self.format.files(self.checkpoint))
-        needed = used + (self.read_in_use if copy else 0)
+        needed = self._own_bytes + (self.read_in_use if copy else 0)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(folder.parent).free) < needed:
@@ -142,7 +137,7 @@ class Import:
             raise BundleError(f"cannot write the bundle {folder}: {error}; free space, or choose another") from error
 
     def _write(self, folder: Path, copy: bool) -> None:
-        conversion = self.format.convert(self.checkpoint, self.skeleton, self.encoder)
+        conversion = self.format.convert(self.checkpoint, self.decoder, self.encoder)
         for part in (conversion.compressor, conversion.reader, *conversion.adapters.values()):
             if odd := [name for name, value in part.items() if not value.isfinite().all()]:
                 raise BundleError(f"{self.checkpoint}: {odd[0]} holds a NaN or an infinity: fetch it again")
@@ -151,7 +146,7 @@ class Import:
             here = encoder.revision is None
             digest = folder_digest(Path(encoder.name, encoder.subfolder)) if here else None
             method |= encoder.reference("encoder") | {"digest": digest}
-        bundle = self._bundle(conversion, {"method": method} | self.skeleton.files.reference("decoder"), copy)
+        bundle = self._bundle(conversion, {"method": method} | self.decoder.files.reference("decoder"), copy)
         bundle.save_pretrained(folder)
         if copy:
             self._copy(bundle, folder)
@@ -159,7 +154,7 @@ class Import:
     def _copy(self, bundle: Bundle, folder: Path) -> None:
         """Put decoder and encoder into a bundle that names them."""
         decoder = folder / DECODER_FOLDER
-        _copy_files(self.skeleton.files, decoder)
+        _copy_files(self.decoder.files, decoder)
         own: dict[str, Any] = {"decoder": None, "revision": None, "subfolder": None}
         if self.encoder is not None:
             _copy_files(self.encoder, folder / "encoder")
@@ -168,7 +163,7 @@ class Import:
         digest = files_digest(decoder)
         config = bundle.config.model_copy(update=own | {"decoder_digest": digest})
         states: dict[str, Mapping[str, Tensor]] = {part: each.saved_state() for part, each in bundle.parts.items()}
-        states |= {f"{part} adapter": self.skeleton.adapter_state(part) for part in self.skeleton.adapters}
+        states |= {f"{part} adapter": self.decoder.adapter_state(part) for part in self.decoder.adapters}
         states[DECODER_FOLDER] = decoder_tensors(decoder)
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         card = model_card(config, {}, fingerprint(config, "", digest, states))
@@ -176,15 +171,15 @@ class Import:
 
     def _bundle(self, conversion: Conversion, settings: Mapping[str, Any], copy: bool) -> Bundle:
         checkpoint = self.checkpoint
-        contained = [self.license, *(self.licenses.values() if copy else ())]
+        licenses = self.licenses
+        held = licenses.values() if copy else [licenses["checkpoint"]]
         source = Source(
             name=checkpoint.name if checkpoint.revision else Path(checkpoint.name).name,
             revision=checkpoint.revision,
             subfolder=checkpoint.subfolder.strip("/") or None,
             format=self.format.name,
-            license=self.license,
-            part_licenses=self.licenses,
-            shareable=all(license.lower() in _SHAREABLE for license in contained),
+            licenses=licenses,
+            shareable=all(license.lower() in _SHAREABLE for license in held),
         )
         name = "-".join(filter(None, (Path(checkpoint.name).name, source.subfolder)))
         own = dict(conversion.settings)
@@ -192,11 +187,11 @@ class Import:
             config = BundleConfig(**{"ratios": [own["base_ratio"]], **own, "name": name, "source": source, **settings})
         except ValidationError as error:
             raise BundleError(f"{checkpoint}: its settings make no bundle: {explain(error)}") from error
-        bundle = Bundle.build(config, self.skeleton)
+        bundle = Bundle.build(config, self.decoder)
         for part, state in (("compressor", conversion.compressor), ("reader", conversion.reader)):
             bundle.parts[part].load_saved_state(dict(state))
         for part, state in conversion.adapters.items():
-            self.skeleton.load_adapter_state(part, dict(state))
+            self.decoder.load_adapter_state(part, dict(state))
         return bundle
 
 
@@ -214,18 +209,9 @@ def import_published(
     """Convert another project's published compressor into a bundle in a new folder, and load it from there.
 
     Args:
-        name_or_path: the checkpoint: a hub id or a folder.
-        folder: where the bundle goes.
-        subfolder: the checkpoint's place in there, if it holds several.
-        revision: a hub revision; its commit is pinned.
-        decoder: see `Import.of`.
-        encoder: see `Import.of`.
-        copy: see `Import.write`.
+        name_or_path: the checkpoint: a hub id or a folder; the options up to `encoder` are those of `Import.of`.
+        folder: where the bundle goes. `copy`: see `Import.write`; both say what is raised.
         options: of `Bundle.from_pretrained`, such as `dtype`.
-
-    Raises:
-        BundleError: the checkpoint cannot be fetched or imported; the message says why.
-        ConfigError: an argument does not fit it.
     """
     found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     found.write(folder, copy=copy)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.published.checkpoint import Checkpoint
-from ctx_compress_rag.published.format import EMBEDDINGS, Conversion, Format, Skeleton, exactly, supported
+from ctx_compress_rag.published.format import (
+    EMBEDDINGS,
+    Conversion,
+    DecoderWithoutWeights,
+    Format,
+    check_tensor_names,
+    read_required_settings,
+)
+from ctx_compress_rag.published.remote_files import Checkpoint
 
 _CONFIG = "model_config.json"
 _ADAPTER = "adapter/adapter.safetensors"
@@ -39,21 +46,21 @@ class Lclm(Format):
         super().encoder(checkpoint, given)
         return checkpoint.within("encoder")
 
-    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
         assert encoder is not None
         # Its bidirectional mask has no effect with some attention implementations.
         plain = {"pooling": "mean", "encoder_mask_type": "causal", "boundary_overlap": 0, "adapter_type": "mlp"}
-        settings = supported(checkpoint, _CONFIG, "compression_ratio", "encoder_window_size", **plain)
+        settings = read_required_settings(checkpoint, _CONFIG, "compression_ratio", "encoder_window_size", **plain)
         adapter = checkpoint.tensors(_ADAPTER)
-        exactly(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
+        check_tensor_names(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
         reader = {f"projection.{own}": adapter[theirs] for theirs, own in _NAMES.items()}
-        reader["wrap.before"] = skeleton.token("<|memory_start|>")
-        reader["wrap.after"] = skeleton.token("<|memory_end|>")
+        reader["wrap.before"] = decoder.token("<|memory_start|>")
+        reader["wrap.after"] = decoder.token("<|memory_end|>")
         ratio = settings["compression_ratio"]
         method = {
             "name": "own_encoder",
             "ratio": ratio,
-            "dim": supported(encoder, "config.json", "hidden_size")["hidden_size"],
+            "dim": read_required_settings(encoder, "config.json", "hidden_size")["hidden_size"],
             "normed": True,
             "wrap": {"before": 1, "after": 1},
         }

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.published.checkpoint import Checkpoint
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,
     HEAD,
     Conversion,
+    DecoderWithoutWeights,
     Format,
-    Skeleton,
-    exactly,
+    check_tensor_names,
     lora_only,
+    read_required_settings,
     same_rows,
-    supported,
 )
+from ctx_compress_rag.published.remote_files import Checkpoint
 from ctx_compress_rag.text.chat import takes_system
 
 _ADAPTERS = "adapters.pth"
@@ -69,17 +69,18 @@ class Pisco(Format):
             )
         return Checkpoint.open(named)
 
-    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
-        counts = ("compr_rate", "lora_r", "doc_max_length")
-        settings = supported(checkpoint, "config.json", *counts, sep=True, different_mem_tokens=True, lora=True)
+    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
+        fixed = {"sep": True, "different_mem_tokens": True, "lora": True}
+        settings = read_required_settings(checkpoint, "config.json", "compr_rate", "lora_r", "doc_max_length", **fixed)
         ratio, rank = settings["compr_rate"], settings["lora_r"]
         slots = settings["doc_max_length"] // ratio
         adapters = checkpoint.groups(_ADAPTERS)
         # CLaRa's end-to-end checkpoints have a third adapter, which ranks passages.
-        exactly(adapters.keys() - {"query_reasoner_adapter"}, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
+        adapters.pop("query_reasoner_adapter", None)
+        check_tensor_names(adapters, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
         layers = checkpoint.tensors(_LAYERS)
-        rows = self._added_rows(checkpoint, layers, skeleton, slots + 3)
-        bos = self._bos(skeleton)
+        rows = self._added_rows(checkpoint, layers, decoder, slots + 3)
+        bos = self._bos(decoder)
         tune = {"rank": rank, "alpha": 2 * rank}
         method: dict[str, Any] = {
             "name": "memory_tokens",
@@ -93,8 +94,8 @@ class Pisco(Format):
             "wrap": {"after": 1, "every": slots},
         }
         memory, _, begin, separator = rows.split([slots, 1, 1, 1])
-        template = str(skeleton.tokenizer.chat_template)
-        prompt = _PROMPT if takes_system(skeleton.tokenizer) else _PROMPT.replace("|||", "\n")
+        template = str(decoder.tokenizer.chat_template)
+        prompt = _PROMPT if takes_system(decoder.tokenizer) else _PROMPT.replace("|||", "\n")
         return Conversion(
             {
                 "method": method,
@@ -114,30 +115,32 @@ class Pisco(Format):
         )
 
     @staticmethod
-    def _bos(skeleton: Skeleton) -> Tensor:
+    def _bos(decoder: DecoderWithoutWeights) -> Tensor:
         """The embedding that CLaRa's code takes for a decoder without BOS (Qwen): its first special token's.
 
         Shape: -> (1, dim), or (0, dim) if the decoder has a BOS.
         """
-        if skeleton.tokenizer.bos_token_id is not None:
-            return skeleton.vocabulary[:0]
-        if not (special := skeleton.tokenizer.extra_special_tokens):
-            raise BundleError(f"the decoder {skeleton.files} has no BOS: give the one it was trained with")
-        return skeleton.token(str(special[0]))
+        if decoder.tokenizer.bos_token_id is not None:
+            return decoder.vocabulary[:0]
+        if not (special := decoder.tokenizer.extra_special_tokens):
+            raise BundleError(f"the decoder {decoder.files} has no BOS: give the one it was trained with")
+        return decoder.token(str(special[0]))
 
     @staticmethod
-    def _added_rows(checkpoint: Checkpoint, layers: Mapping[str, Tensor], skeleton: Skeleton, count: int) -> Any:
+    def _added_rows(
+        checkpoint: Checkpoint, layers: Mapping[str, Tensor], decoder: DecoderWithoutWeights, count: int
+    ) -> Any:
         """The embeddings of the added tokens, after checking that all others are the decoder's."""
-        exactly(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
+        check_tensor_names(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
         embeddings = layers[EMBEDDINGS]
-        known = len(skeleton.tokenizer)
+        known = len(decoder.tokenizer)
         if len(embeddings) != known + count:
             raise BundleError(
-                f"{checkpoint}: {_LAYERS} has embeddings of {len(embeddings)} tokens, and the decoder {skeleton.files} "
+                f"{checkpoint}: {_LAYERS} has embeddings of {len(embeddings)} tokens, and the decoder {decoder.files} "
                 f"has {known}, to which {count} were added: give the right one with --decoder (decoder= in Python)"
             )
-        same_rows(embeddings, skeleton.vocabulary, EMBEDDINGS, skeleton)
+        same_rows(embeddings, decoder.vocabulary, EMBEDDINGS, decoder)
         if HEAD in layers:
-            own = skeleton.files.tensor(HEAD)
-            same_rows(layers[HEAD], skeleton.vocabulary if own is None else own, HEAD, skeleton)
+            own = decoder.files.tensor(HEAD)
+            same_rows(layers[HEAD], decoder.vocabulary if own is None else own, HEAD, decoder)
         return embeddings[known:]

@@ -8,11 +8,11 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.published.checkpoint import Checkpoint
 from ctx_compress_rag.published.format import Format
 from ctx_compress_rag.published.icae import Icae
 from ctx_compress_rag.published.lclm import Lclm
 from ctx_compress_rag.published.pisco import Pisco
+from ctx_compress_rag.published.remote_files import Checkpoint
 from ctx_compress_rag.published.xrag import Xrag
 
 _OWN: tuple[type[Format], ...] = (Lclm, Pisco, Xrag, Icae)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.published.checkpoint import Checkpoint
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,
     Conversion,
+    DecoderWithoutWeights,
     Format,
-    Skeleton,
-    exactly,
+    check_tensor_names,
     instruct_format,
+    read_required_settings,
     same_rows,
-    supported,
 )
+from ctx_compress_rag.published.remote_files import Checkpoint
 
 _NAMES = {
     f"projector.projector.{theirs}.{kind}": f"projection.{own}.{kind}"
@@ -55,19 +55,20 @@ class Xrag(Format):
             )
         return Checkpoint.open(given or _ENCODER)
 
-    def convert(self, checkpoint: Checkpoint, skeleton: Skeleton, encoder: Checkpoint | None) -> Conversion:
+    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
         assert encoder is not None
-        settings = supported(checkpoint, "config.json", "retriever_hidden_size", projector_type="mlp2x_gelu")
-        width, found = settings["retriever_hidden_size"], encoder.json("config.json").get("hidden_size")
+        named = "retriever_hidden_size"
+        width = read_required_settings(checkpoint, "config.json", named, projector_type="mlp2x_gelu")[named]
+        found = encoder.json("config.json").get("hidden_size")
         if width != found:
             raise BundleError(
                 f"{checkpoint} reads vectors of width {width}, and those of {encoder} have {found}: give its retriever "
                 "with --encoder (encoder= in Python)"
             )
         tensors = {key: value for key in _NAMES if (value := checkpoint.tensor(key)) is not None}
-        exactly(tensors, _NAMES, str(checkpoint))
-        if skeleton.files != checkpoint and (rows := checkpoint.tensor(EMBEDDINGS)) is not None:
-            same_rows(rows, skeleton.vocabulary, EMBEDDINGS, skeleton)
+        check_tensor_names(tensors, _NAMES, str(checkpoint))
+        if decoder.files != checkpoint and (rows := checkpoint.tensor(EMBEDDINGS)) is not None:
+            same_rows(rows, decoder.vocabulary, EMBEDDINGS, decoder)
         return Conversion(
             {
                 "method": {
@@ -87,7 +88,7 @@ class Xrag(Format):
                 "separator": " ",
                 "answer_prefix": " The answer is:",
                 "answer_tokens": 30,
-                "chat_template": instruct_format("[INST] ", skeleton.spaces),
+                "chat_template": instruct_format("[INST] ", decoder.spaces),
             },
             reader={own: tensors[theirs] for theirs, own in _NAMES.items()},
         )

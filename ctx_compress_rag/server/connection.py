@@ -1,7 +1,6 @@
-"""Connections that hold little memory, and not for long, until a whole request has come, whoever made them.
+"""Connections on which no request comes do not stay for long, and do not keep others out.
 
-uvicorn's protocol for h11 is the base, since httptools has no limit for headers. It has no limit for the time that a
-request's head takes, for connections that have not sent one, and for what a chunk announces.
+uvicorn has no limit for the time that a request's head takes, and its limit of connections refuses the newest.
 """
 
 from __future__ import annotations
@@ -14,48 +13,46 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_BYTES = 1 << 16
 """Of a request's first line and headers."""
-_HEAD_SECONDS = 20
-_CONNECTIONS = 1024
-_CHUNK_BYTES = 1 << 32
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection of the server."""
+    """A connection of the server.
 
-    head_seconds: float = _HEAD_SECONDS
-    most: int = _CONNECTIONS
+    Attributes:
+        head_seconds: how long a request's head may take.
+        most: how many connections there may be; one more closes that which has been silent for longest.
+    """
+
+    head_seconds = 20.0
+    most = 1024
     _deadline: asyncio.TimerHandle | None = None
+    _heard = 0.0
 
     def connection_made(self, transport: Any) -> None:
-        """Close it if there are too many; else wait for a request's head, but not for long."""
+        """Make room for it, and wait for a request's head."""
         super().connection_made(transport)
+        self._heard = self.loop.time()
+        self._deadline = self.loop.call_later(self.head_seconds, transport.abort)
         if len(self.connections) > self.most:
-            transport.abort()
-        else:
-            self._set_deadline()
+            own = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+            silent = [each for each in own if each.cycle is None or each.cycle.response_complete]
+            min(silent, key=lambda each: each._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Refuse a chunk longer than any body as soon as its length is known."""
+        """Wait until the head is there, or begin to wait for that of the next request."""
         super().data_received(data)
-        # h11 has no public name for it; without this one, the time limit of a body refuses such a chunk.
-        announced = getattr(getattr(self.conn, "_reader", None), "_bytes_in_chunk", 0)
-        if announced > _CHUNK_BYTES and self.conn.our_state is h11.SEND_RESPONSE:
-            self.cycle.disconnected = True  # the app's own answer comes too late
-            self.send_400_response("A chunk of the body is too long.")
+        self._heard = self.loop.time()
         if self.conn.their_state is not h11.IDLE:
-            self._clear_deadline()
-        elif self._deadline is None:  # the head of the next request on this connection
-            self._set_deadline()
+            self._stop_waiting()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the deadline."""
-        self._clear_deadline()
+        self._stop_waiting()
         super().connection_lost(exc)
 
-    def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
-
-    def _clear_deadline(self) -> None:
+    def _stop_waiting(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

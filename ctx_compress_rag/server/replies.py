@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ctx_compress_rag.decoding.logprobs import as_openai
+from ctx_compress_rag.decoding.logprobs import as_openai, as_openai_completion
 from ctx_compress_rag.decoding.sampling import Generation
 
 Kind = Literal["chat", "text"]
@@ -35,7 +35,7 @@ def whole(kind: Kind, head: dict[str, Any], answers: Sequence[Generation]) -> di
             "index": index,
             **_text(kind, answer.text, "message"),
             "finish_reason": answer.finish_reason,
-            "logprobs": None if answer.logprobs is None else as_openai(answer.logprobs),
+            "logprobs": _logprobs(kind, answer),
         }
         for index, answer in enumerate(answers)
     ]
@@ -48,7 +48,7 @@ def chunk(kind: Kind, head: dict[str, Any], text: str, first: bool = False, ende
     if kind == "chat" and not first:
         shown["delta"].pop("role", None)
     reason = None if ended is None else ended.finish_reason
-    logprobs = None if ended is None or ended.logprobs is None else as_openai(ended.logprobs)
+    logprobs = None if ended is None else _logprobs(kind, ended)
     choice = {"index": 0, **shown, "finish_reason": reason, "logprobs": logprobs}
     return event({**head, "object": _CHUNK[kind], "choices": [choice]})
 
@@ -65,3 +65,8 @@ def event(body: dict[str, Any]) -> str:
 
 def _text(kind: Kind, text: str, part: str) -> dict[str, Any]:
     return {part: {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
+
+
+def _logprobs(kind: Kind, answer: Generation) -> Mapping[str, Any] | None:
+    shape = as_openai if kind == "chat" else as_openai_completion
+    return None if answer.logprobs is None else shape(answer.logprobs)

@@ -22,6 +22,7 @@ _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, 
 
 _ROLES = {"developer": "system"}
 
+# Passed over: they describe the client, or what it would do with tools.
 _OF_THE_CLIENT = {
     "user",
     "metadata",
@@ -29,6 +30,7 @@ _OF_THE_CLIENT = {
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_retention",
     "parallel_tool_calls",
 }
 # What a field may hold that asks for nothing, besides 0, false and what is empty.
@@ -36,7 +38,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+}
+# Why others are refused.
+_NOT_SERVED = {
+    "n": "one answer is given",
+    "best_of": "one answer is given",
+    "tools": "this model calls no tools",
+    "tool_choice": "this model calls no tools",
+    "functions": "this model calls no tools",
+    "frequency_penalty": "tokens have no penalties",
+    "presence_penalty": "tokens have no penalties",
+    "logit_bias": "tokens have no biases",
+    "reasoning_effort": "this model does not reason apart",
 }
 
 
@@ -186,6 +203,11 @@ class Completion(Generate):
     """`POST /v1/completions`: raw prompts, one choice each, no chat template."""
 
     prompt: Annotated[list[Text], Field(min_length=1, max_length=128), OneOrMore]
+    # Here a number, with 0 for the tokens that were taken alone.
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # type: ignore[assignment]
+
+    def _own_options(self) -> dict[str, Any]:
+        return {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
 
 
 class Compress(_Request):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,7 @@ def listen(host: str, port: int, guarded: bool) -> socket.socket:
 
 
 def serve(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
-    """Serve until SIGINT or SIGTERM; then accept no new requests, and give running ones `grace` seconds.
+    """Serve until SIGINT, SIGTERM or SIGHUP; then accept no new requests, and give running ones `grace` seconds.
 
     Args:
         app: the ASGI app.
@@ -52,7 +53,10 @@ def serve(app: Any, listener: socket.socket, *, grace: int = 30, started: Callab
     """
     host, port, *_ = listener.getsockname()
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-    uvicorn.Server(configuration(app, grace)).run(sockets=[listener])
+    server = uvicorn.Server(configuration(app, grace))
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup ignores it
+        signal.signal(signal.SIGHUP, server.handle_exit)
+    server.run(sockets=[listener])
 
 
 def configuration(app: Any, grace: int = 30) -> uvicorn.Config:

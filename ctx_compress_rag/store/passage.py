@@ -13,7 +13,7 @@ import chromadb
 import numpy as np
 
 from ctx_compress_rag.errors import ConfigError, short_repr
-from ctx_compress_rag.methods.base.reading import Reading
+from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.collection import AppCollection, batches, pages
 
@@ -43,7 +43,7 @@ class Compresses(Protocol):
     @property
     def config(self) -> _Config: ...
     @property
-    def compressor(self) -> Reading: ...
+    def compressor(self) -> PassageRenderer: ...
     @property
     def fingerprint(self) -> str: ...
     def check_ratio(self, ratio: int) -> None: ...

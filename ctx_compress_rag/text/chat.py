@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import secrets
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,9 +18,6 @@ ROLES = ("system", "user", "assistant", "tool")
 """Who may speak in a chat."""
 
 _CUE = "Answer:"
-_MOST_LINES = 1_000_000
-_MOST_CHARACTERS = 100_000_000
-TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
@@ -82,8 +76,7 @@ def answer_ids(tokenizer: Any, answer: str) -> list[int]:
 def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     messages = [dict(message) for message in chat]
     try:
-        with _limits():
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program: it may raise anything
         roles = [message["role"] for message in chat]
         raise ConfigError(f"the decoder's chat template refuses roles {roles}: {error}") from error
@@ -93,34 +86,6 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
             role = message["role"]
             raise ConfigError(f"the decoder's chat template leaves out or alters the {role} message: fix the template")
     return text
-
-
-@contextmanager
-def _limits() -> Iterator[None]:
-    """Stop a template whose loops do not end or whose output grows without end.
-
-    transformers' sandbox limits neither, and its environment cannot be replaced. jinja compiles a template to Python,
-    so tracing sees each of its lines, and each piece of output as a generator's value. It cannot stop a single
-    expression, such as 10 ** (10 ** 9): only a process of its own could, which would have to run wherever this does.
-    """
-    lines = characters = 0
-
-    def trace(frame: FrameType, event: str, value: Any) -> TraceFunction | None:
-        nonlocal lines, characters
-        if frame.f_code.co_filename != "<template>":
-            return None
-        lines += event == "line"
-        characters += len(value) if event == "return" and isinstance(value, str) else 0
-        if lines > _MOST_LINES or characters > _MOST_CHARACTERS:
-            raise RuntimeError(f"it does not end after {lines} steps and {characters} characters: fix its loops")
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 class PromptTokenizer:

@@ -12,8 +12,7 @@ from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from ctx_compress_rag.evaluation.baselines import rank_sentences
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.marking.sentences import nearest
 from langchain_ctx_compress import CompressedContextPostprocessor
 from migration.app import App, answering, compare, make_app
 
@@ -33,8 +32,9 @@ class Reranker(BaseDocumentCompressor):
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
         """The best documents, best first."""
-        ranked = rank_sentences([document.page_content for document in documents], query, load_minilm())
-        order = list(dict.fromkeys(sentence.passage for sentence in ranked))
+        near = nearest([document.page_content for document in documents], query)
+        best = [max((sentence.similarity for sentence in own), default=-1.0) for own in near]
+        order = sorted(range(len(documents)), key=lambda place: -best[place])
         return [documents[place] for place in order[: self.top_n]]
 
 

@@ -1,32 +1,23 @@
-"""Documents that show their marker to prompts and their text to rerankers."""
+"""Documents that show what the prompt gets, and remember their text for citations."""
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-from typing import Any
-
-from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.documents import Document
 from pydantic import PrivateAttr
-
-from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
 
 
 class CompressedDocument(Document):
-    """A document that reads as a marker, and as its own text to LangChain's document compressors.
+    """A document whose `page_content` is what a prompt shows of it: sentences, a marker, or both.
 
-    LangChain has one attribute for both: a reranker after the postprocessor would rank markers, all alike. So the call
-    stack decides, for want of a public way. A plain function that reranks is not noticed: the postprocessor goes last.
-
-    Saved, it becomes a plain document with the marker.
+    `restore_sources` gives back its text. Saved, it becomes a plain document with this `page_content`.
     """
 
     _text: str = PrivateAttr("")
 
     @classmethod
-    def of(cls, document: Document, marker: str) -> CompressedDocument:
-        """A document with this marker and everything else from `document`; values of metadata are shared."""
-        made = cls(id=document.id, page_content=marker, metadata=dict(document.metadata))
+    def of(cls, document: Document, shown: str) -> CompressedDocument:
+        """A document that shows this and has everything else from `document`; values of metadata are shared."""
+        made = cls(id=document.id, page_content=shown, metadata=dict(document.metadata))
         made._text = document.page_content
         return made
 
@@ -35,10 +26,15 @@ class CompressedDocument(Document):
         """The plain document's name: what a saved document is loaded as."""
         return Document.lc_id()
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "page_content" and _read_by_a_compressor():
-            return self._text
-        return super().__getattribute__(name)
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self._text
+
+
+def original(document: Document) -> Document:
+    """The document as it was before it was compressed, as far as it knows."""
+    return with_text(document, document.text) if isinstance(document, CompressedDocument) else document
 
 
 def with_text(document: Document, text: str) -> Document:
@@ -46,14 +42,3 @@ def with_text(document: Document, text: str) -> Document:
     if isinstance(document, CompressedDocument):
         return Document(id=document.id, page_content=text, metadata=dict(document.metadata))
     return document.model_copy(update={"page_content": text, "metadata": dict(document.metadata)})
-
-
-def _read_by_a_compressor() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("self",):
-            reader = frame.f_locals.get("self")
-            if isinstance(reader, BaseDocumentCompressor):
-                return not isinstance(reader, MarkingPostprocessor)
-        frame = frame.f_back
-    return False

@@ -8,7 +8,6 @@ from typing import Any
 
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
-from pydantic import BaseModel
 
 from ctx_compress_rag.errors import ConfigError
 
@@ -35,7 +34,9 @@ def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
         raise OutputParserException(f"the JSON was cut at max_tokens: give a larger one; so far it is {text!r}", text)
     try:
         said = json.loads(text)
-        return schema.model_validate(said) if isinstance(schema, type) and issubclass(schema, BaseModel) else said
+        # The second is that of pydantic 1's classes; other schemas have neither.
+        made: Any = getattr(schema, "model_validate", None) or getattr(schema, "parse_obj", None)
+        return said if made is None else made(said)
     except ValueError as error:  # pydantic's too
         raise OutputParserException(f"the answer does not fit the schema ({error}): {text!r}", text) from error
 

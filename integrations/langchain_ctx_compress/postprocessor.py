@@ -11,27 +11,28 @@ from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
 from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
-from langchain_ctx_compress.documents import CompressedDocument, with_text
+from langchain_ctx_compress.documents import CompressedDocument, original, with_text
 from langchain_ctx_compress.sources import checked
 
 
 class CompressedContextPostprocessor(
     MarkingPostprocessor, BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]
 ):
-    """Replaces the text of retrieved documents by markers of their stored soft contexts.
+    """Replaces the text of retrieved documents by what a budget buys: markers of soft contexts, sentences, or both.
 
-    Works as a step of an LCEL chain and wherever a document compressor is expected
-    (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`), last of all steps: to a reranker after it that is
-    a document compressor, the documents show their texts, but not to a function. The given documents are not changed;
-    their copies keep ids, metadata and order. If a document's text is already a marker, it gets a new one.
+    Works wherever a document compressor is expected (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`),
+    and as a step of an LCEL chain, which has no question and therefore gets markers alone. The given documents are not
+    changed; their copies keep ids, metadata and order, and those with no share of the budget are left out, as by a
+    reranker. A document that was compressed before is compressed anew.
+
+    Put rerankers and filters before it: after it, they read markers, all alike.
 
     The options are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`, which also says what is
-    raised. The question that a RAM bundle needs is the `query` of `compress_documents`, which a
-    `ContextualCompressionRetriever` passes; a plain LCEL step has none. The sum of
-    `llm.get_num_tokens(document.page_content)` over the returned documents never exceeds a `token_budget`.
+    raised. The question is the `query` of `compress_documents`, which a `ContextualCompressionRetriever` passes.
+    `llm.get_num_tokens` of the documents' contents, joined by blank lines, never exceeds a `token_budget`.
 
     Args:
-        score_key: with a budget, the metadata key of a document's relevance, a number, higher for the more relevant.
+        score_key: the metadata key of a document's relevance, a number, higher for the more relevant.
     """
 
     model_config = ConfigDict(extra="forbid")  # LangChain's bases ignore unknown fields
@@ -41,11 +42,13 @@ class CompressedContextPostprocessor(
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """Put markers in place of the documents' texts or, with a RAM bundle, of what the `query` does not need."""
-        texts = [document.page_content for document in checked(documents)]
+        """The documents as a prompt should show them, for the question `query`."""
+        documents = [original(document) for document in checked(documents)]
+        texts = [document.page_content for document in documents]
         scores = [document.metadata.get(self.score_key) for document in documents]
         marked = self.mark(texts, [document.id for document in documents], scores, query)
-        return [_shown(document, *each) for document, each in zip(documents, marked, strict=True)]
+        each = zip(documents, marked, strict=True)
+        return [_shown(document, text, shown) for document, (text, shown) in each if shown or not text]
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         """Run `compress_documents` as a step of a chain; `ainvoke` does so in a thread."""

@@ -12,7 +12,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
-from langchain_ctx_compress.documents import with_text
+from langchain_ctx_compress.documents import original, with_text
 
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
@@ -20,8 +20,8 @@ Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 def restore_sources(documents: Sequence[Document], store: SoftContextStore, scope: str | None = None) -> list[Document]:
     """The documents that an answer is based on, as the retriever found them: texts, ids and metadata with scores.
 
-    Returns copies. Only documents with markers of this store's key and scope change, so restoring twice is the same
-    as once.
+    Returns copies. Restoring twice is the same as once. A document that was saved and loaded again has only what its
+    marker stands for, and its sentences.
 
     Args:
         documents: what the postprocessor returned, such as `result["context"]` of a retrieval chain.
@@ -33,7 +33,8 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
         MissingPassageError: a passage was deleted, or, with a RAM bundle, this question's slots were dropped from
             memory to keep those of others.
     """
-    return [with_text(each, expand(store, each.page_content, scope)) for each in checked(documents)]
+    found = [original(each) for each in checked(documents)]
+    return [with_text(each, expand(store, each.page_content, scope)) for each in found]
 
 
 def checked(documents: Sequence[Document]) -> Sequence[Document]:
@@ -51,7 +52,8 @@ def checked(documents: Sequence[Document]) -> Sequence[Document]:
 def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = None) -> Prompt:
     """A prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
 
-    As a step of a chain: `prompt | partial(expand_prompt, store=store) | other_llm`.
+    As a step of a chain: `prompt | partial(expand_prompt, store=store) | other_llm`; as what takes over when this
+    library's LLM fails: `llm.with_fallbacks([RunnableLambda(partial(expand_prompt, store=store)) | other_llm])`.
 
     Args:
         prompt: a string, a prompt value (what a template makes) or messages; the result is of the same kind.

@@ -10,8 +10,9 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ctx_compress_rag.evaluation.baselines import rank_sentences, select, truncate
+from ctx_compress_rag.evaluation.baselines import extract, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from helpers.sentences import unigram
 
@@ -76,48 +77,39 @@ def test_truncation_does_not_cut_within_a_character() -> None:
     assert [truncate([text], tokenizer, budget)[0] for budget in (2, 3, 5, 6, 9)] == ["", "日", "日", "日本", text]
 
 
-def test_ranking_puts_the_answering_sentence_first() -> None:
-    ranked = rank_sentences(PASSAGES, QUESTION, load_minilm())
-    assert ranked[0].text == FACT
-    assert (ranked[0].passage, ranked[0].position) == (1, 2)
-    similarities = [sentence.similarity for sentence in ranked]
-    assert similarities == sorted(similarities, reverse=True)
-    # Nothing is lost or torn: "Dr." ends no sentence.
-    assert len(ranked) == 8
-    assert "Dr. Olu Vane was born in Kessmar in 1903." in [sentence.text for sentence in ranked]
-
-
-def test_ranking_is_by_the_encoders_cosine() -> None:
+def test_sentences_have_the_encoders_cosine_and_none_is_torn() -> None:
     encoder = load_minilm()
+    near = nearest(PASSAGES, QUESTION)
+    best = max((part.similarity, part.text) for own in near for part in own)
+    assert best[1] == FACT
+    # "Dr." ends no sentence.
+    assert [len(own) for own in near] == [3, 4, 1]
+    assert near[0][0].text == "Dr. Olu Vane was born in Kessmar in 1903."
     question = encoder.encode(QUESTION)
-    for sentence in rank_sentences(PASSAGES, QUESTION, encoder):
-        vector = encoder.encode(sentence.text)
+    for part in (part for own in near for part in own):
+        vector = encoder.encode(part.text)
         cosine = float(question @ vector / (question @ question) ** 0.5 / (vector @ vector) ** 0.5)
-        assert sentence.similarity == pytest.approx(cosine, abs=1e-4)
+        assert part.similarity == pytest.approx(cosine, abs=1e-4)
+    assert nearest(["", " \n"], QUESTION) == [[], []]
 
 
-def test_extraction_keeps_the_best_sentences_in_order(tokenizer) -> None:
-    encoder = load_minilm()
-    best = rank_sentences(PASSAGES, QUESTION, encoder)[:3]
-    budget = sum(count([f" {sentence.text}"], tokenizer) for sentence in best)
-    kept = select(rank_sentences(PASSAGES, QUESTION, encoder), len(PASSAGES), tokenizer, budget)
-    for i, text in enumerate(kept):
-        own = sorted((s for s in best if s.passage == i), key=lambda s: s.position)
-        assert text == " ".join(sentence.text for sentence in own)
+@pytest.mark.parametrize("budget", [1, 3, 10, 25, 50, 100, 1000])
+def test_extraction_spends_the_budget_on_the_nearest_in_order(tokenizer, budget: int) -> None:
+    def tokens(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
 
-
-@pytest.mark.parametrize("budget", [0, 1, 3, 10, 25, 50, 100, 1000])
-def test_extraction_stays_within_the_budget(tokenizer, budget: int) -> None:
-    ranked = rank_sentences(PASSAGES, QUESTION, load_minilm())
-    kept = select(ranked, len(PASSAGES), tokenizer, budget)
-    total = count(PASSAGES, tokenizer)
-    assert count(kept, tokenizer) <= budget
-    assert count(kept, tokenizer) >= min(budget, total) - 8  # spent but for spaces between sentences
-    if budget >= 2 * total:
+    near = nearest(PASSAGES, QUESTION)
+    kept = extract(near, tokens, budget)
+    joined, whole = "\n\n".join(filter(None, kept)), "\n\n".join(PASSAGES)
+    assert len(tokens(joined)) <= budget
+    assert len(tokens(joined)) >= min(budget, len(tokens(whole))) - 12  # a word and two spaces
+    for text, own in zip(kept, near, strict=True):
+        places = [text.find(part.text) for part in own if part.text in text]
+        assert places == sorted(places)
+    if budget == 1000:
         assert [text.split() for text in kept] == [text.split() for text in PASSAGES]
-    assert select(rank_sentences(["", " \n"], QUESTION, load_minilm()), 2, tokenizer, budget) == ["", ""]
-    if budget == 3:
-        assert FACT.startswith("".join(kept).strip()) and any(kept)
+    if budget in (10, 25):
+        assert FACT.startswith("".join(kept)) or FACT in kept[1]
 
 
 def test_the_plot_shows_what_it_is_given(tmp_path: Path) -> None:

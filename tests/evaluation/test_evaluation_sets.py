@@ -19,7 +19,8 @@ from ctx_compress_rag.evaluation.baselines import truncate
 from ctx_compress_rag.evaluation.harness import table
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets
-from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, token_f1
+from ctx_compress_rag.models.sentence_embedding import passage_vectors
+from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
 from helpers.ram import plain_ids
 
 
@@ -54,9 +55,9 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     sets = question_sets(files, 9)
     assert {name: len(questions) for name, questions in sets.items()} == {"set1": 3, "set2": 5}
     assert len(fitting(tiny_bundle, sets["set2"])) == 4
-    scored = evaluate_sets(tiny_bundle, sets, (4,), tmp_path / "out")
+    scored = evaluate_sets(tiny_bundle, sets, (4, 32), tmp_path / "out", sentences=False)
     assert "3 questions from set1" in scored["set1"].text
-    assert "4 questions from set2 (1 are longer than the window)" in scored["set2"].text
+    assert "4 questions from set2 (1 are longer than the window); not trained for 32x" in scored["set2"].text
     saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
     assert (saved["questions"], saved["too_long"]) == (4, 1)
     assert all(row["declined"] is not None for row in saved["scores"])
@@ -77,7 +78,7 @@ def test_others_add_systems_and_tables(tiny_bundle: Any, tmp_path: Path) -> None
         assert asked == questions and folder.is_dir()
         return "| lengths |", {f"{key}": len(given.texts) for key, given in answers.items()}
 
-    options: dict[str, Any] = {"shorteners": {"shouted": first_words}, "max_tokens": 4}
+    options: dict[str, Any] = {"shorteners": {"shouted": first_words}, "max_tokens": 4, "sentences": False}
     scored = evaluate_sets(tiny_bundle, {"mine": questions}, (4, 8), tmp_path, extras={"lengths": lengths}, **options)
     systems = [(score.system, score.ratio) for score in scored["mine"].scores]
     assert systems[2:] == [(system, ratio) for ratio in (4, 8) for system in (SOFT, TRUNCATED, "shouted")]
@@ -88,19 +89,23 @@ def test_others_add_systems_and_tables(tiny_bundle: Any, tmp_path: Path) -> None
     assert "| lengths |" in (tmp_path / "scores.md").read_text()
 
 
-def test_a_question_s_passage_stands_among_others_of_its_file(tmp_path: Path) -> None:
-    alone = [Example((f"Passage {n}.",), (Turn(f"q{n}", (f"a{n}",)),)) for n in range(200)]
-    alone.append(Example(tuple(f"own {n}" for n in range(6)), (Turn("q200", ("a",)),)))
-    write_jsonl(tmp_path / "set.jsonl", alone)
+def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path) -> None:
+    examples = world_examples("test", 0, 40, max_turns=1, passages=(1,))
+    examples.append(Example(tuple(f"own {n}" for n in range(6)), (Turn("own?", ("a",)),)))
+    write_jsonl(tmp_path / "set.jsonl", examples)
     [asked] = question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4).values()
-    assert [q.question for q in asked] == [f"q{n}" for n in range(201)]
-    assert asked[-1].passages == alone[-1].passages
-    written = {passage for example in alone for passage in example.passages}
-    places = [0] * 4
-    for question, example in zip(asked[:-1], alone, strict=False):
-        assert len(set(question.passages)) == 4 and set(question.passages) <= written
-        places[question.passages.index(example.passages[0])] += 1
-    assert min(places) > 25, places  # of 50 on average, with a standard deviation of 6
+    assert [q.question for q in asked] == [e.turns[0].question for e in examples]
+    assert asked[-1].passages == examples[-1].passages
+    written = list(dict.fromkeys(passage for e in examples for passage in e.passages))
+    vectors = dict(zip(written, passage_vectors(written), strict=True))
+    places = set()
+    for q, example in zip(asked[:-1], examples, strict=False):
+        [own] = example.passages
+        others = [p for p in written if p != own and not mentions_answer(p, q.answers)]
+        nearest = sorted(others, key=lambda other: -float(vectors[own] @ vectors[other]))[:3]
+        assert sorted(q.passages) == sorted([own, *nearest])
+        places.add(q.passages.index(own))
+    assert places == {0, 1, 2, 3}
     assert question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4)["set"] == asked
 
 

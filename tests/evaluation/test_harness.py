@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,21 @@ import pytest
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.answering import BUDGETED, FULL, NONE, SOFT, TRUNCATED, answer
-from ctx_compress_rag.evaluation.harness import evaluate
+from ctx_compress_rag.evaluation.answering import (
+    BEST,
+    DEFAULT,
+    EXTRACTED,
+    FULL,
+    MIXED,
+    NONE,
+    SOFT,
+    TRUNCATED,
+    each_store,
+)
+from ctx_compress_rag.evaluation.harness import evaluate, systems_of
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.models.sentence_embedding import load_minilm
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES, messages
 from helpers.ram import plain_ids
@@ -27,7 +34,8 @@ QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)
 
 @pytest.fixture(scope="module")
 def scores(tiny_bundle: Any) -> Any:
-    return evaluate(tiny_bundle, QUESTIONS, (4, 16), max_tokens=6, batch_size=2, progress=False)
+    options: dict[str, Any] = {"max_tokens": 6, "batch_size": 2, "progress": False}
+    return evaluate(tiny_bundle, QUESTIONS, (4, 16), sentences=False, **options)
 
 
 def test_questions_take_the_first_of_each_example_first() -> None:
@@ -51,7 +59,7 @@ def test_every_system_is_scored_at_equal_budgets(tiny_bundle: Any, scores: Any) 
         soft = by[SOFT, ratio].prompt_tokens - by[NONE, None].prompt_tokens
         # Beside the slots a prompt with context has the separator between its two passages.
         assert np.mean(slots) <= soft <= np.mean(slots) + 8
-        assert by[TRUNCATED, ratio].prompt_tokens <= by[SOFT, ratio].prompt_tokens + 4
+        assert by[TRUNCATED, ratio].prompt_tokens <= by[SOFT, ratio].prompt_tokens + 1
 
 
 def test_full_text_scores_are_those_of_single_answers(tiny_bundle: Any, scores: Any) -> None:
@@ -63,24 +71,35 @@ def test_full_text_scores_are_those_of_single_answers(tiny_bundle: Any, scores: 
     assert scores[0].f1 == pytest.approx(np.mean(f1))
 
 
-def test_a_token_budget_is_scored_with_as_many_tokens_and_the_cosines_of_passages(
-    tiny_bundle: Any, tmp_path: Path
-) -> None:
+def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> None:
+    """Each prompt is that which is built here, from MiniLM's cosines of passages and sentences."""
     encoder = load_minilm()
-    options: dict[str, Any] = {"encoder": encoder, "max_tokens": 6, "progress": False}
-    answers = answer(tiny_bundle, QUESTIONS, (16,), [NONE, SOFT, BUDGETED], **options)
-    assert answers[BUDGETED, 16].prompt_tokens <= answers[SOFT, 16].prompt_tokens
-    store = SoftContextStore(tmp_path, tiny_bundle)
-    decoder = Decoder(tiny_bundle, store)
-    for q, given in zip(QUESTIONS, answers[BUDGETED, 16].texts, strict=True):
+    systems = systems_of(tiny_bundle, QUESTIONS)
+    assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT]
+    (_, prompts) = next(stores := each_store(tiny_bundle, QUESTIONS, (8,)))
+    store, preparer = prompts.store, prompts.decoder.preparer
+    for q in QUESTIONS:
+        made = {system: prompts.make((system, 8), q) for system in systems[2:]}
+        size = {system: preparer.count_chat_tokens(chat) for system, chat in made.items()}
+        assert made[DEFAULT] == made[SOFT]  # this bundle has no `text_share`
+        assert max(size.values()) <= size[SOFT] + 1 and size[EXTRACTED] > size[SOFT] - 6
         asked = encoder.encode(q.question)
         cosines = [float(encoder.similarity(asked, encoder.encode(passage))) for passage in q.passages]
-        budget = sum(-(-len(plain_ids(tiny_bundle, passage)) // 16) for passage in q.passages)
-        texts = mark(store, q.passages, token_budget=budget, scores=cosines)
-        chat = messages(TEMPLATES[0], "\n\n".join(texts), q.question)
-        assert given == decoder.generate([chat], Sampling(max_tokens=6))[0].text.strip()
-    with pytest.raises(ConfigError, match=f"{BUDGETED} needs a sentence encoder"):
-        answer(tiny_bundle, QUESTIONS, (16,), [BUDGETED])
+        best = q.passages[cosines.index(max(cosines))]
+        budget = len(preparer.token_ids("\n\n".join(mark(store, q.passages, ratio=8))))
+        options: dict[str, Any] = {"token_budget": budget, "question": q.question}
+        chosen = {
+            BEST: [best] if len(preparer.token_ids(best)) <= budget else mark(store, [best], token_budget=budget),
+            MIXED: mark(store, q.passages, text_share=0.5, scores=cosines, **options),
+            EXTRACTED: mark(store, q.passages, text_share=1, **options),
+        }
+        for system, texts in chosen.items():
+            assert made[system] == messages(TEMPLATES[0], "\n\n".join(filter(None, texts)), q.question)
+    assert next(stores, None) is None
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
-    for questions, there in ((QUESTIONS, True), (one, False)):
-        assert (BUDGETED in {s.system for s in evaluate(tiny_bundle, questions, (16,), **options)}) is there
+    assert systems_of(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]
+
+
+def test_by_default_the_ratios_that_the_bundle_was_trained_for(tiny_bundle: Any) -> None:
+    scored = evaluate(tiny_bundle, QUESTIONS[:2], sentences=False, max_tokens=1, progress=False)
+    assert [s.ratio for s in scored if s.system == SOFT] == tiny_bundle.config.ratios

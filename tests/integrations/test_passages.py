@@ -131,7 +131,7 @@ def test_metadata_stay_the_apps(store: SoftContextStore, framework: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "score", [10**400, -(10**400), float("nan"), "high", None], ids=["huge", "low", "nan", "str", "none"]
+    "score", [10**400, -(10**400), float("nan"), "0.5", None], ids=["huge", "low", "nan", "str", "none"]
 )
 def test_any_relevance_is_taken(store: SoftContextStore, score: Any) -> None:
     [marked] = LangChain.mark([Document(GOOD, id="good", metadata={"relevance_score": score})], store=store)

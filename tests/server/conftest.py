@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import chromadb
 import pytest
@@ -32,7 +33,7 @@ def index(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def store(talkative: Any) -> SoftContextStore:
-    made = SoftContextStore(chromadb.EphemeralClient(), talkative, collection="served", key=b"k" * 16)
+    made = SoftContextStore(chromadb.EphemeralClient(), talkative, collection=f"served-{uuid4().hex}", key=b"k" * 16)
     made.add(list(TEXTS.values()), progress=False)
     return made
 

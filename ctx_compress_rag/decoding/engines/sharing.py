@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -24,11 +24,12 @@ from transformers import DynamicCache
 
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import Answering
+from ctx_compress_rag.decoding.engines.merging import merged_model
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import open_model, splice
 from ctx_compress_rag.errors import DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.transformers_internals import cut_cache, join_cache, left_padded
+from ctx_compress_rag.models.transformers_internals import cache_name, cut_cache, join_cache, left_padded
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store.marker import current_scope
 
@@ -51,6 +52,7 @@ class Request:
         most: most requests in one of its passes.
         stream: whether `put` also gets pieces of text.
         canceled: set when the answer is no longer wanted.
+        merge: whether the reader is merged into the weights that read slots.
         scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
     """
 
@@ -61,23 +63,30 @@ class Request:
     most: int
     stream: bool
     canceled: threading.Event
+    merge: bool = False
     scope: str | None = field(default_factory=current_scope)
     answering: Answering = field(init=False)
 
     @property
     def read_by(self) -> Hashable:
         """What reads the prompt: only prompts that the same reads share passes."""
-        return self.bundle, self.prompt.soft
+        return self.bundle, self.prompt.soft, self.merge
 
-    def begin(self, model: Any) -> None:
+    def begin(self) -> None:
         """Start the answer.
 
         Raises:
             ConfigError: its JSON schema cannot be enforced.
         """
-        window, put = self.bundle.backbone.window, self.put if self.stream else None
+        backbone, put = self.bundle.backbone, self.put if self.stream else None
         self.answering = Answering(
-            self.prompt, self.sampling, self.bundle.tokenizer, model.generation_config, window, model.device, put
+            self.prompt,
+            self.sampling,
+            self.bundle.tokenizer,
+            backbone.generation_config,
+            backbone.window,
+            backbone.device,
+            put,
         )
 
     def deliver(self, answer: Generation | BaseException) -> None:
@@ -87,9 +96,15 @@ class Request:
         except Exception:
             logger.exception("a caller's `put` failed")
 
-    def open_model(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """A context manager that locks the transformers model for this thread, set up to read the prompt."""
-        return open_model(self.bundle, self.prompt.soft, slot_mask)
+    @contextmanager
+    def open_model(self, slot_mask: Tensor) -> Iterator[Any]:
+        """Lock the transformers model for this thread, set up to read the prompt."""
+        if self.merge and self.prompt.soft:
+            with self.bundle.backbone.lock:
+                yield merged_model(self.bundle)
+        else:
+            with open_model(self.bundle, self.prompt.soft, slot_mask) as model:
+                yield model
 
 
 class RunningBatch:
@@ -116,11 +131,12 @@ class RunningBatch:
             batch = splice(new[0].bundle.backbone.embeddings, [row.prompt for row in new])
             with new[0].open_model(batch.slot_mask) as model:
                 for row in new:
-                    row.begin(model)
+                    row.begin()
                 # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
                 # The mask hides what is outside a window.
                 cache: Any = DynamicCache()
-                out = model(**batch.model_inputs(), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                own = {cache_name(model): cache}
+                out = model(**batch.model_inputs(), **own, use_cache=True, logits_to_keep=1)
             self._merge(cache, batch.attention_mask)
             self.rows += new
             self._take(out.logits[:, -1], len(self.rows) - len(new))
@@ -136,13 +152,8 @@ class RunningBatch:
             lengths = [row.prompt.length + len(row.answering.ids) for row in self.rows]
             places = torch.tensor(lengths, device=device).unsqueeze(1) - 1
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
-            out = model(
-                input_ids=ids,
-                attention_mask=self._mask,
-                position_ids=places,
-                past_key_values=self._cache,
-                use_cache=True,
-            )
+            own = {cache_name(model): self._cache}
+            out = model(input_ids=ids, attention_mask=self._mask, position_ids=places, **own, use_cache=True)
             self._take(out.logits[:, -1], 0)
 
     def hand_out(self) -> None:

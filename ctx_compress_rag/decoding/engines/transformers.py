@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.engines.merging import check_mergeable
 from ctx_compress_rag.decoding.engines.sharing import BatchScheduler, Request, fail_all
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice
@@ -37,12 +38,20 @@ class TransformersEngine:
     def __init__(self, bundle: PlainDecoder, batch_size: int = BATCH_SIZE, merge: bool = False) -> None:
         self._bundle = bundle
         self.batch_size = as_positive_int("batch_size", batch_size)
+        self._merge = merge
+        if merge:
+            check_mergeable(bundle)
 
     @property
     def identity(self) -> Mapping[str, str]:
         """The name, and what changes the last bits of scores."""
         backbone = self._bundle.backbone
-        return {"engine": "transformers", "dtype": str(backbone.model.dtype), "quantized": str(backbone.quantized)}
+        return {
+            "engine": "transformers",
+            "dtype": str(backbone.dtype),
+            "quantized": str(backbone.quantized),
+            "merge": str(self._merge),
+        }
 
     def check(self, sampling: Sampling) -> None:
         """Nothing is refused."""
@@ -53,7 +62,7 @@ class TransformersEngine:
         """See `protocol.Engine`; in a thread that holds the model, it ends before this returns."""
         backbone, canceled = self._bundle.backbone, threading.Event()
         requests = [
-            Request(self._bundle, prompt, sampling, put, self.batch_size, stream, canceled)
+            Request(self._bundle, prompt, sampling, put, self.batch_size, stream, canceled, self._merge)
             for prompt, put in zip(prompts, puts, strict=True)
         ]
         if backbone.lock.held:  # another thread would wait for this one forever
@@ -97,7 +106,7 @@ def _generate(request: Request) -> Generation | None:
 
     batch = splice(request.bundle.backbone.embeddings, [request.prompt])
     with request.open_model(batch.slot_mask) as model:
-        request.begin(model)
+        request.begin()
         # `generate` would take what is not given here from the model's own settings, which the answer applies itself.
         own, model.generation_config = model.generation_config, GenerationConfig()
         settings = GenerationConfig(max_new_tokens=request.answering.limit, do_sample=False, num_beams=1)

@@ -78,7 +78,7 @@ class VllmEngine:
     @property
     def identity(self) -> Mapping[str, str]:
         """The address: how the server computes is not known."""
-        return {"engine": self.server, "dtype": dtype_name(self._bundle.backbone.model.dtype)}
+        return {"engine": self.server, "dtype": dtype_name(self._bundle.backbone.dtype)}
 
     def check(self, sampling: Sampling) -> None:
         """Refuse quotations, and settings of the decoder that a server does not apply."""
@@ -141,7 +141,7 @@ class VllmEngine:
         Raises:
             ConfigError: the decoder has others.
         """
-        own = own_settings(self._bundle.backbone.model.generation_config) if sampling.decoder_settings else {}
+        own = own_settings(self._bundle.backbone.generation_config) if sampling.decoder_settings else {}
         penalty = float(own.pop("repetition_penalty", 1.0))
         if own:
             raise ConfigError(
@@ -155,7 +155,7 @@ class VllmEngine:
         backbone = self._bundle.backbone
         with torch.no_grad():
             [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds
-        vectors = vectors.detach().to("cpu", backbone.model.dtype)
+        vectors = vectors.detach().to("cpu", backbone.dtype)
         if not torch.isfinite(vectors).all():
             raise ServerError(
                 f"a prompt holds NaN or infinity in {dtype_name(vectors.dtype)} and was not sent: its passages' slots "

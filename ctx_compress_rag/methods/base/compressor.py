@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.part import Part, linear_layers, train_copy
-from ctx_compress_rag.methods.base.reading import Reading
+from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import bos_id
@@ -71,7 +71,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
     return ids, (torch.arange(ids.shape[1], device=device) < lengths.unsqueeze(1)).long()
 
 
-class Compressor(Part, Reading):
+class Compressor(Part, PassageRenderer):
     """Turns passages into slots.
 
     Attributes:

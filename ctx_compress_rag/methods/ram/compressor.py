@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, padded
-from ctx_compress_rag.methods.base.reading import PassageStore
+from ctx_compress_rag.methods.base.rendering import PassageStore
 from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
 from ctx_compress_rag.methods.ram.parts import RecentParts, SkimmedPart
 from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
@@ -112,13 +112,13 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return with_holes(passages, layouts, iter(markers))
 
     def fetch(self, store: PassageStore, markers: Sequence[Any]) -> list[SoftContext]:
-        """See `Reading.fetch`."""
+        """See `PassageRenderer.fetch`."""
         kept, rest = self._split(markers)
         stored = iter(store.fetch(rest))
         return [kept[marker].soft if marker in kept else next(stored) for marker in markers]
 
     def text_of(self, store: PassageStore, markers: Sequence[Any]) -> list[str]:
-        """See `Reading.text_of`."""
+        """See `PassageRenderer.text_of`."""
         kept, rest = self._split(markers)
         stored = iter(store.text_of(rest))
         return [kept[marker].text if marker in kept else next(stored) for marker in markers]

@@ -1,4 +1,4 @@
-"""LangChain's own rerankers and filters after the postprocessor: they judge texts, and prompts get markers."""
+"""LangChain's own rerankers and filters: before the postprocessor they judge texts; prompts always get markers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.prompts import PromptTemplate, format_document
 from langchain_core.retrievers import BaseRetriever
 
+from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle
 from langchain_ctx_compress import CompressedContextPostprocessor, restore_sources
@@ -46,21 +47,24 @@ class Plain(BaseRetriever):
 
 
 @pytest.mark.parametrize("reranker", [CrossEncoderReranker(model=Words(), top_n=1), Copies()], ids=["local", "hosted"])
-def test_a_reranker_after_the_postprocessor_reads_texts(tmp_path: Path, reranker: BaseDocumentCompressor) -> None:
+def test_rerankers_go_first_and_lose_no_compression_if_last(tmp_path: Path, reranker: BaseDocumentCompressor) -> None:
     store = SoftContextStore(tmp_path, WordBundle(), key=b"k" * 32)
     postprocessor = CompressedContextPostprocessor(store=store)
-    pipeline = DocumentCompressorPipeline(transformers=[postprocessor, reranker])
+    first = DocumentCompressorPipeline(transformers=[reranker, postprocessor])
     nested = ContextualCompressionRetriever(
-        base_compressor=reranker,
-        base_retriever=ContextualCompressionRetriever(base_compressor=postprocessor, base_retriever=Plain()),
+        base_compressor=postprocessor,
+        base_retriever=ContextualCompressionRetriever(base_compressor=reranker, base_retriever=Plain()),
     )
     for found in (
-        pipeline.compress_documents(DOCUMENTS, QUESTION),
-        asyncio.run(pipeline.acompress_documents(DOCUMENTS, QUESTION)),
+        first.compress_documents(DOCUMENTS, QUESTION),
+        asyncio.run(first.acompress_documents(DOCUMENTS, QUESTION)),
         nested.invoke(QUESTION),
     ):
         [best] = found
         for document in (best, best.model_copy(deep=True)):
             shown = format_document(document, PromptTemplate.from_template("{page_content}"))
-            assert shown == (TEXTS["tower"] if isinstance(reranker, Copies) else store.marker("tower", 4))
-        assert restore_sources([best], store)[0].page_content == TEXTS["tower"]
+            assert expand(store, shown) == TEXTS["tower"] != shown
+            assert restore_sources([document], store)[0].page_content == TEXTS["tower"]
+    last = DocumentCompressorPipeline(transformers=[postprocessor, reranker]).compress_documents(DOCUMENTS, QUESTION)
+    [best] = last
+    assert expand(store, best.page_content) in TEXTS.values() and best.page_content not in TEXTS.values()

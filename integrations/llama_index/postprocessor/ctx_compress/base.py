@@ -11,11 +11,12 @@ from llama_index.postprocessor.ctx_compress.sources import restored
 
 
 class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
-    """Replaces retrieved texts by the markers of their stored soft contexts, for `CompressedContextLLM`.
+    """Replaces retrieved texts by what a budget buys, markers of soft contexts, sentences, or both, for the LLM.
 
     Goes after the retriever, last among the postprocessors. The given nodes are never changed; the new ones keep ids,
-    scores, metadata and relationships, and by default show the marker only to the LLM (see `CompressedTextNode`). Nodes
-    with images, sound or video, and blank ones, are returned unchanged. Works in threads and in an event loop.
+    scores, metadata, relationships and order, and by default show only the LLM what was bought (see
+    `CompressedTextNode`). Nodes with no share of the budget are left out, as by a reranker. Nodes with images, sound or
+    video are returned unchanged. Works in threads and in an event loop.
 
     The options are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`, which also says what is
     raised. A `token_budget` counts as `marker_tokenizer` does.
@@ -38,6 +39,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         """The nodes with markers. The async form of the base class runs this in a thread."""
         done = restored(nodes)
         texts = {place: own_text(scored.node) for place, scored in enumerate(done) if is_text(scored.node)}
+        left_out: set[int] = set()
         marked = self.mark(
             list(texts.values()),
             [done[place].node.node_id for place in texts],
@@ -45,9 +47,13 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
             query_bundle.query_str if query_bundle else None,
         )
         for place, (text, shown) in zip(texts, marked, strict=True):
+            if text and not shown:
+                left_out.add(place)
+                continue
             scored = done[place]
             node = scored.node if text == texts[place] else with_text(scored.node, text)
             if shown != text:
-                node = with_text(node, shown) if self.replace_text else CompressedTextNode.of(node, shown)
+                compressed = CompressedTextNode.of(node, shown)
+                node = with_text(compressed, shown) if self.replace_text else compressed
             done[place] = scored if node is scored.node else NodeWithScore(node=node, score=scored.score)
-        return done
+        return [scored for place, scored in enumerate(done) if place not in left_out]

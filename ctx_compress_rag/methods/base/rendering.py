@@ -1,4 +1,4 @@
-"""How the passages that a method stored are read: at which ratios, and what a prompt shows in place of their texts."""
+"""How a prompt shows stored passages: as markers, at which ratios, and what slots they stand for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctx_compress_rag.soft_context import SoftContext, merge_factor
 
 
 class PassageStore(Protocol):
-    """What `Reading` needs of a store; see `SoftContextStore`."""
+    """What `PassageRenderer` needs of a store; see `SoftContextStore`."""
 
     @property
     def bundle(self) -> Any: ...
@@ -26,7 +26,7 @@ class PassageStore(Protocol):
     def text_of(self, markers: Sequence[Any]) -> list[str]: ...
 
 
-class Reading:
+class PassageRenderer:
     """How stored passages become markers in a prompt, and markers slots again.
 
     By default a marker stands for a stored passage's slots, merged if the ratio is coarser; the question plays no part.
@@ -47,11 +47,7 @@ class Reading:
         return merge_factor(ratio, stored, nestable=self.nestable)
 
     def check_ratio(self, ratio: int, stored: int) -> None:
-        """Refuse a ratio at which passages stored at the ratio `stored` cannot be read.
-
-        Raises:
-            RatioError: the first ratio cannot be made from the second, or nothing can be stored at the second.
-        """
+        """Raise a RatioError if passages stored at the ratio `stored` cannot be read at the other, or not stored."""
         self.merge_factor(ratio, stored)
 
     def render(
@@ -66,13 +62,7 @@ class Reading:
     ) -> list[str]:
         """Stored texts as a prompt shows them: markers, or kept text with markers in it.
 
-        Args:
-            store: has the passages.
-            texts: the passages' texts.
-            ids: their ids in the store.
-            ratio: how many times shorter the texts become; by default the finest.
-            question: what is asked; needed only by methods that read passages question by question.
-            scope: tenant or user, as in `SoftContextStore.markers`.
+        By default at the finest ratio. Only methods that read passages question by question need the `question`.
 
         Raises:
             ConfigError: the question is missing.
