@@ -93,6 +93,7 @@ class Pisco(Format):
             "decoder": tune,
             "wrap": {"after": 1, "every": slots},
         }
+        layers.setdefault(HEAD, layers[EMBEDDINGS])  # tied
         memory, _, begin, separator = rows.split([slots, 1, 1, 1])
         template = str(decoder.tokenizer.chat_template)
         prompt = _PROMPT if takes_system(decoder.tokenizer) else _PROMPT.replace("|||", "\n")
