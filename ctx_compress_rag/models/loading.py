@@ -184,19 +184,19 @@ def _settings(config: Any) -> Any:
 def _load_folder(name: str | Path, where: dict[str, Any], dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
     """The causal LM of a transformers folder."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     packed = Path(name) / INT8_FILE
     if packed.exists():
         return _placed(_from_int8(packed, dtype), placed)
-    # Its annotations omit the loading info, which it returns with the model.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        name,
-        dtype=dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-        **where,
-        **placed,
-    )
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it reports what nothing reads, such as xRAG's map beside its decoder
+    try:
+        # Its annotations omit the loading info, which it returns with the model.
+        options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options, **where, **placed)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     model, found = loaded
     if missing := found["missing_keys"]:  # transformers initializes them at random and only logs it
         raise ValueError(f"its config names {len(missing)} weights that are not in its files, such as {min(missing)}")

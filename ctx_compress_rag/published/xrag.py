@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,
     Conversion,
@@ -22,7 +22,6 @@ _NAMES = {
 }
 _DECODER = "mistralai/Mistral-7B-Instruct-v0.2"
 _ENCODER = "Salesforce/SFR-Embedding-Mistral"
-_ENCODER_DIM = 4096
 _WINDOW = 178  # its 180 tokens, less the two that the tokenizer adds
 
 
@@ -48,23 +47,19 @@ class Xrag(Format):
 
     def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
         width = checkpoint.json("config.json").get("retriever_hidden_size")
-        if given is None and width != _ENCODER_DIM:
+        encoder = Checkpoint.open(given or _ENCODER)
+        if width != (found := encoder.json("config.json").get("hidden_size")):
             raise ConfigError(
-                f"{checkpoint} reads vectors of width {width}, and those of {_ENCODER} have {_ENCODER_DIM}: give its "
-                "retriever with --encoder (encoder= in Python)"
-            )
-        return Checkpoint.open(given or _ENCODER)
-
-    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
-        assert encoder is not None
-        named = "retriever_hidden_size"
-        width = read_required_settings(checkpoint, "config.json", named, projector_type="mlp2x_gelu")[named]
-        found = encoder.json("config.json").get("hidden_size")
-        if width != found:
-            raise BundleError(
                 f"{checkpoint} reads vectors of width {width}, and those of {encoder} have {found}: give its retriever "
                 "with --encoder (encoder= in Python)"
             )
+        return encoder
+
+    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
+        assert encoder is not None
+        settings = read_required_settings(
+            checkpoint, "config.json", "retriever_hidden_size", projector_type="mlp2x_gelu"
+        )
         tensors = {key: value for key in _NAMES if (value := checkpoint.tensor(key)) is not None}
         check_tensor_names(tensors, _NAMES, str(checkpoint))
         if decoder.files != checkpoint and (rows := checkpoint.tensor(EMBEDDINGS)) is not None:
@@ -74,7 +69,7 @@ class Xrag(Format):
                 "method": {
                     "name": "own_encoder",
                     "ratio": _WINDOW,
-                    "dim": width,
+                    "dim": settings["retriever_hidden_size"],
                     "pooling": "last",
                     "bos": True,
                     "eos": True,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from ctx_compress_rag import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -244,6 +245,15 @@ def shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size=50_000)
     assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+def test_loading_says_nothing_of_the_map_beside_a_decoder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bundle = imported("xrag", tmp_path / "bundle")
+    with caplog.at_level("WARNING", "transformers"):
+        transformers_logging.add_handler(caplog.handler)
+        bundle.backbone.model.eval()
+        transformers_logging.remove_handler(caplog.handler)
+    assert "projector" not in caplog.text
 
 
 def test_a_changed_encoder_is_noticed(tmp_path: Path) -> None:
