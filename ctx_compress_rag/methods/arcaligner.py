@@ -71,11 +71,7 @@ class SlotPlaces:
         self.index = mask.flatten().nonzero().squeeze(1)
 
     def take(self, states: Tensor) -> Tensor:
-        """The states at slots: (batch, length, dim) -> (slots, dim).
-
-        Raises:
-            ConfigError: `states` are not those of all positions, for example because a router sends tokens to experts.
-        """
+        """The states at slots, (slots, dim); a ConfigError if those of some positions are missing, as with routed experts."""
         rows = states.flatten(0, -2)
         if len(rows) != self.mask.numel():
             raise ConfigError(f"a layer got only {len(rows)} of {self.mask.numel()} positions: choose another decoder")
@@ -233,11 +229,7 @@ class ArcAlignerReader(Reader):
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        """Lock the decoder for this thread; it refines the slots at `slot_mask`.
-
-        Raises:
-            ConfigError: the model is given a prompt that is shorter than the mask, or of another batch.
-        """
+        """Lock the decoder for this thread; it refines the slots at `slot_mask` and refuses prompts that do not fit it."""
         with self.backbone.use(None):
             outer, self._slot_mask = self._slot_mask, slot_mask
             try:

@@ -101,12 +101,8 @@ def compression_mask(real: Sequence[Tensor], bidirectional: bool, dtype: torch.d
     """An additive mask: causal over the text; compression tokens see the text and others of their ratio.
 
     transformers uses a 4-D mask unchanged, in place of the architecture's own mask, so that sliding windows
-    hide no part of the text either.
-
-    Args:
-        real: bool, False at padding: the text's (batch, length), then each ratio's (batch, tokens).
-        bidirectional: whether compression tokens see later ones of their ratio, not only earlier ones.
-        dtype: dtype of the mask.
+    hide no part of the text either. `real` is False at padding: the text's (batch, length), then each ratio's
+    (batch, tokens).
 
     Shape: -> (batch, 1, total, total), total = text and all compression tokens
     """

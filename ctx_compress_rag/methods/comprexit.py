@@ -47,14 +47,7 @@ class ComprexitConfig(MethodConfig):
 
 
 class TransportPlan(nn.Module):
-    """The joint plan for all tokens and slots of a segment: entropic optimal transport (eq. 9-11).
-
-    Args:
-        dim: width of an anchor.
-        transport_dim: width of the space in which anchors and receivers are compared.
-        epsilon: weight of the entropy.
-        iterations: Sinkhorn iterations.
-    """
+    """The joint plan for all tokens and slots of a segment: entropic optimal transport (eq. 9-11)."""
 
     def __init__(self, dim: int, transport_dim: int, epsilon: float, iterations: int) -> None:
         super().__init__()
@@ -116,15 +109,9 @@ def log_shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
 def sinkhorn(cost: Tensor, log_rows: Tensor, log_columns: Tensor, epsilon: float, iterations: int) -> Tensor:
     """Entropy-regularized optimal transport (eq. 11; Cuturi, 2013), in the log domain.
 
-    Each iteration fits the rows and then the columns, so the columns' marginals are exact up to rounding, and
-    the rows' up to convergence. Rows and columns of mass 0 take no part.
-
-    Args:
-        cost: cost of moving a unit from row to column.
-        log_rows: log of each row's mass, minus infinity at padding.
-        log_columns: log of each column's mass, minus infinity at padding.
-        epsilon: weight of the entropy; the smaller, the sparser the plan and the slower its convergence.
-        iterations: number of iterations.
+    Each iteration fits the rows and then the columns, so the columns' marginals are exact up to rounding, and the
+    rows' up to convergence. Rows and columns of mass 0 (log minus infinity) take no part. The smaller epsilon, the
+    sparser the plan and the slower its convergence.
 
     Shape: (..., rows, columns), (..., rows), (..., columns) -> (..., rows, columns)
     """

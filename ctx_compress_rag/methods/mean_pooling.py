@@ -95,14 +95,10 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         )
 
     def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """The vectors to pool, under any attention mask, for rows that hold several passages.
+        """The vectors to pool, (batch, length, dim), for rows that hold several passages.
 
-        Args:
-            input_ids: token ids.
-            mask: additive, as transformers takes it: (batch, 1, length, length).
-            positions: each token's place in its passage: (batch or 1, length).
-
-        Shape: (batch, length) -> (batch, length, dim)
+        `mask` is additive, as transformers takes it, (batch, 1, length, length), and `positions` count within each passage,
+        (batch or 1, length).
         """
         with self.trunk() as trunk:
             embeddings: Tensor = self.backbone.embeddings(input_ids)

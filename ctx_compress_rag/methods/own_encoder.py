@@ -71,11 +71,7 @@ class OwnEncoder:
         self._lock = threading.Lock()
 
     def __call__(self) -> tuple[Any, Any]:
-        """The model and its tokenizer.
-
-        Raises:
-            BundleError: there is no such encoder, or its files have changed since the bundle was made.
-        """
+        """The model and its tokenizer; raises a BundleError if they are missing or have changed."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._load()
@@ -83,11 +79,7 @@ class OwnEncoder:
 
     @property
     def place(self) -> Path | None:
-        """The encoder's folder here; None if it is on the hub.
-
-        Raises:
-            BundleError: the bundle should ship it, but was not loaded from a folder.
-        """
+        """The encoder's folder; None if it is on the hub. Raises a BundleError if the bundle should ship it, but has no folder."""
         config = self.config
         if config.encoder is None:
             if self.folder is None:

@@ -194,12 +194,9 @@ class SentenceSlotsCompressor(Compressor):
         self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
 
     def units(self, text: str, ratio: int, window: int | None = None) -> list[Unit]:
-        """The pieces of a passage that become one slot each, in order.
+        """The pieces of a passage that become one slot each, in order, of at most `window` tokens (None: no limit).
 
-        Args:
-            text: the passage.
-            ratio: most tokens of a unit if `unit` is "tokens"; otherwise without effect.
-            window: most tokens of any unit; None sets no limit.
+        `ratio` is the limit if `unit` is "tokens"; otherwise it has no effect.
         """
         unit = self.config.unit
         limit = ratio if unit == "tokens" else window

@@ -28,9 +28,7 @@ def name_without_peft(name: str) -> str:
 class Backbone:
     """A decoder and its adapters. One thread at a time runs it, with the adapter that the thread chose.
 
-    Args:
-        model: the transformers causal LM, or one that is loaded when something first needs it.
-        tokenizer: its tokenizer.
+    The `model` is the transformers causal LM, or one that is loaded when something first needs it.
 
     Attributes:
         tokenizer: its tokenizer.

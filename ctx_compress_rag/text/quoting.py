@@ -26,11 +26,8 @@ _SPACED = re.compile(r"\S+")
 def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
     """All quotations from texts. Each starts at a word, or at punctuation that follows a space, and ends with either.
 
-    None ends within a token: Chinese characters that share a token are quoted together.
-
-    Args:
-        texts: the texts; no quotation spans two of them, or letters that spell a control token.
-        tokenizer: the decoder's (a fast one: offsets are needed).
+    None ends within a token: Chinese characters that share a token are quoted together. None spans two texts, or
+    letters that spell a control token. Offsets are needed: the tokenizer must be a fast one.
     """
     tokens: list[QuotedToken | None] = []
     starts: dict[int, list[tuple[tuple[QuotedToken, ...], int]]] = defaultdict(list)

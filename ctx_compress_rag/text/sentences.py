@@ -32,12 +32,7 @@ class _Start(NamedTuple):
 def sentences(text: str, language: str = "en") -> list[str]:
     """Split a text by sentencex, a rule-based splitter (the paper uses spaCy); joined, the sentences are the text.
 
-    Args:
-        text: the text.
-        language: ISO 639-1 code of its language.
-
-    Raises:
-        MissingExtraError: the `sentences` extra is not installed.
+    `language` is an ISO 639-1 code.
     """
     with needs("sentences"):
         from sentencex import segment
@@ -52,12 +47,8 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
     White space around a unit is not in its text; its tokens count for the unit before it. No unit's text is empty,
     so a unit may exceed the limit because of a single character or the white space after the unit.
 
-    Args:
-        text: the passage, not empty.
-        tokenizer: the decoder's transformers tokenizer (a fast one: offsets are needed).
-        limit: maximum tokens of a unit; None sets no limit.
-        merge: join neighbors while they stay within the limit; otherwise each sentence is a unit.
-        language: ISO 639-1 code of the passage's language.
+    With `merge`, neighbors are joined while they stay within the limit; else each sentence is a unit. Offsets are
+    needed: the tokenizer must be a fast one.
     """
     offsets = text_tokens(tokenizer, text).offsets
     if limit is None:
