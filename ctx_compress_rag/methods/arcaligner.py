@@ -71,7 +71,7 @@ class SlotPlaces:
         self.index = mask.flatten().nonzero().squeeze(1)
 
     def take(self, states: Tensor) -> Tensor:
-        """The states at slots, (slots, dim); a ConfigError if those of some positions are missing, as with routed experts."""
+        """The states at slots, (slots, dim); a ConfigError if some positions are missing, as with routed experts."""
         rows = states.flatten(0, -2)
         if len(rows) != self.mask.numel():
             raise ConfigError(f"a layer got only {len(rows)} of {self.mask.numel()} positions: choose another decoder")
@@ -107,6 +107,9 @@ class SelectiveLora(nn.Module):
     model's as long as no slot precedes it; after a slot, it has read the slot's adapted keys and values, which
     is the purpose of the update.
 
+    Attributes:
+        slots: where updates are added now; None outside `on`. Gradient checkpointing reads it.
+
     Raises:
         ConfigError: the layer has no linear layers.
     """
@@ -120,20 +123,26 @@ class SelectiveLora(nn.Module):
             )
         self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
         self._linears = UnregisteredModule(list(linears.values()))
+        self.slots: SlotPlaces | None = None
 
     @contextmanager
     def on(self, slots: SlotPlaces) -> Iterator[None]:
-        """Add the updates at slots within the context."""
+        """Add the updates at slots within the context; a nested context uses its own slots."""
+        outer, self.slots = self.slots, slots
         with ExitStack() as hooks:
-            for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
-                hooks.callback(linear.register_forward_hook(partial(_add, slots, update)).remove)
-            yield
+            if outer is None:
+                for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
+                    hooks.callback(linear.register_forward_hook(partial(self._add, update)).remove)
+            try:
+                yield
+            finally:
+                self.slots = outer
 
-
-def _add(slots: SlotPlaces, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-    # In place, at slots only: other positions stay bit-identical and cost nothing.
-    change = update(slots.take(args[0])).to(output.dtype)
-    output.view(-1, output.shape[-1]).index_add_(0, slots.index, change)
+    def _add(self, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        assert self.slots is not None  # it is `on`
+        # In place, at slots only: other positions stay bit-identical and cost nothing.
+        change = update(self.slots.take(args[0])).to(output.dtype)
+        output.view(-1, output.shape[-1]).index_add_(0, self.slots.index, change)
 
 
 def twin(model: nn.Module) -> Any:
@@ -229,7 +238,7 @@ class ArcAlignerReader(Reader):
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        """Lock the decoder for this thread; it refines the slots at `slot_mask` and refuses prompts that do not fit it."""
+        """Lock the decoder for this thread. It refines the slots at `slot_mask` and refuses prompts that do not fit."""
         with self.backbone.use(None):
             outer, self._slot_mask = self._slot_mask, slot_mask
             try:

@@ -97,7 +97,7 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
     def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """The vectors to pool, (batch, length, dim), for rows that hold several passages.
 
-        `mask` is additive, as transformers takes it, (batch, 1, length, length), and `positions` count within each passage,
+        `mask` is additive, as transformers takes it: (batch, 1, length, length). `positions` count within each passage:
         (batch or 1, length).
         """
         with self.trunk() as trunk:

@@ -79,7 +79,7 @@ class OwnEncoder:
 
     @property
     def place(self) -> Path | None:
-        """The encoder's folder; None if it is on the hub. Raises a BundleError if the bundle should ship it, but has no folder."""
+        """The encoder's folder, None on the hub; a BundleError if the bundle should ship it, but has no folder."""
         config = self.config
         if config.encoder is None:
             if self.folder is None:

@@ -15,7 +15,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -63,9 +62,8 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    cache = kwargs.get("past_key_values")
-    if not torch.is_grad_enabled() or not (cache is None or isinstance(cache, Cache)):
-        return plain(*args, **kwargs)  # with another kind of cache: passes over a few positions, which keep little
+    if not torch.is_grad_enabled():
+        return plain(*args, **kwargs)
     # The two runs would both append to a cache.
     kwargs = kwargs | {name: None for name in ("past_key_values", "use_cache") if name in kwargs}
     again = _as_now(adapters, updates)
