@@ -29,7 +29,7 @@ class WordBundle:
     """Compresses words as a bundle compresses tokens; `calls` holds every batch it was given."""
 
     def __init__(self, name: str = "words", base_ratio: int = 4, dim: int = 8, nestable: bool = True) -> None:
-        self.config = SimpleNamespace(name=name, base_ratio=base_ratio)
+        self.config = SimpleNamespace(name=name, base_ratio=base_ratio, text_share=None)
         self.compressor = Merging() if nestable else PassageRenderer()
         self.fingerprint = hashlib.sha256(f"{name}/{base_ratio}/{dim}".encode()).hexdigest()
         self.dim = dim

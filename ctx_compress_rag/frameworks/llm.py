@@ -24,7 +24,8 @@ class DecoderLLM(SamplingOptions):
     """The base and the options of a framework's LLM class; it comes before the framework's own base class.
 
     Besides these, the options of an answer, which can also be given per call: see `SamplingOptions`. `max_tokens` is by
-    default 512, or that of an imported bundle's training.
+    default 512, or that of an imported bundle's training. `extractive` is by default what the bundle answers best with
+    (`BundleConfig.extractive`), except for JSON and on a server: set it to False for summaries and rewritten questions.
 
     Args:
         store: where the soft contexts are; its bundle, on its device and in its dtype, is the model.
@@ -66,6 +67,7 @@ class DecoderLLM(SamplingOptions):
     max_retries: int = Field(default=2, frozen=True)
 
     _decoder: Decoder | None = PrivateAttr(None)
+    _quotes_by_default: bool = PrivateAttr(False)
 
     def __init__(self, **fields: Any) -> None:
         given = {name: value for name, value in fields.items() if value is not None}
@@ -79,6 +81,8 @@ class DecoderLLM(SamplingOptions):
         bundle = self.store.bundle
         if "max_tokens" not in self.model_fields_set and isinstance(bundle, Bundle) and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
+        if isinstance(bundle, Bundle) and bundle.config.extractive and "extractive" not in self.model_fields_set:
+            self.extractive = self._quotes_by_default = not self.engine.startswith("http")  # a server cannot quote
         self.sampling({})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
@@ -114,6 +118,8 @@ class DecoderLLM(SamplingOptions):
         schema = _schema_of(given.pop("response_format", None))
         check_known(f"a call of {type(self).__name__}", given, OPTIONS)
         chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
+        if schema is not None and self._quotes_by_default and given.get("extractive") is None:
+            chosen["extractive"] = False
         return Sampling(json_schema=schema, **chosen)
 
     @property

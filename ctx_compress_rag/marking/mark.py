@@ -301,13 +301,19 @@ class Marking:
         bundle, store = self._store.bundle, self._store
         share = self._share_for(question, len(passages))
         texts = [escaped_markers(passage.text) for passage in passages]
-        near = None if share is None else self._nearest(texts, question or "")
-        if near is None and self._budget is None:
+        if share is None and self._budget is None:
             return None
         assert isinstance(bundle, Bundle)
         stored = [passage for passage in passages if passage.id is not None]
-        records = iter(store.get_passages([str(p.id) for p in stored], self._scope, [p.text for p in stored]))
-        slots = [record.n_slots if p.id is not None and (record := next(records)) else 0 for p in passages]
+        found = iter(store.get_passages([str(p.id) for p in stored], self._scope, [p.text for p in stored]))
+        records = [None if passage.id is None else next(found) for passage in passages]
+        near = None
+        if share is not None:
+            packed = ["" if record is None else record.sentences for record in records]
+            near = self._nearest(texts, question or "", packed)
+        if near is None and self._budget is None:
+            return None
+        slots = [0 if record is None else record.n_slots for record in records]
         retrieved = list(map(Retrieved, texts, slots, [()] * len(texts) if near is None else near))
         count = partial(positions, bundle)
         size = self._budget
@@ -338,10 +344,10 @@ class Marking:
         places = [place for place, passage in enumerate(passages) if passage.text.strip()]
         return max(places, key=lambda place: scores[place]) if scores else places[0]
 
-    def _nearest(self, texts: Sequence[str], question: str) -> list[list[Sentence]] | None:
+    def _nearest(self, texts: Sequence[str], question: str, stored: Sequence[str]) -> list[list[Sentence]] | None:
         """The passages' sentences; None without a sentence encoder, unless the options ask for sentences."""
         try:
-            return nearest(texts, question)
+            return nearest(texts, question, stored)
         except MissingExtraError as error:
             if self._share is not None:
                 raise

@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ctx_compress_rag.marking.budget import Sentence
-from ctx_compress_rag.models.sentence_embedding import passage_vectors, question_vectors
-from ctx_compress_rag.text.sentences import sentences
+from ctx_compress_rag.models.sentence_embedding import question_vectors
+from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unpack
 
 
-def nearest(texts: Sequence[str], question: str) -> list[list[Sentence]]:
+def nearest(texts: Sequence[str], question: str, stored: Sequence[str] | None = None) -> list[list[Sentence]]:
     """The sentences of each text, in order, without space around them, each with its similarity to the question.
+
+    Args:
+        texts: the texts.
+        question: what is asked.
+        stored: what the store has of each text's sentences, "" for nothing: only the others are encoded.
 
     Raises:
         MissingExtraError: the `index` extra, which has the splitter and MiniLM, is not installed.
     """
-    parts = [list(filter(None, map(str.strip, sentences(text)))) for text in texts]
-    flat = [part for own in parts for part in own]
-    if not flat:
-        return [[] for _ in texts]
-    similarities = iter((passage_vectors(flat) @ question_vectors([question])[0]).tolist())
-    return [[Sentence(part, next(similarities)) for part in own] for own in parts]
+    parts = [sentences_of(text) for text in texts]
+    vectors = [unpack(packed, len(own)) for packed, own in zip(stored or [""] * len(texts), parts, strict=True)]
+    missing = [place for place, own in enumerate(vectors) if own is None]
+    for place, made in zip(missing, sentence_vectors([texts[place] for place in missing]), strict=True):
+        vectors[place] = made
+    [asked] = question_vectors([question])
+    similarities = [[] if own is None else (own @ asked).tolist() for own in vectors]
+    return [list(map(Sentence, own, near)) for own, near in zip(parts, similarities, strict=True)]

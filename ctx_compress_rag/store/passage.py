@@ -35,6 +35,8 @@ class _Config(Protocol):
     def name(self) -> str: ...
     @property
     def base_ratio(self) -> int: ...
+    @property
+    def text_share(self) -> float | None: ...
 
 
 class Compresses(Protocol):
@@ -61,13 +63,17 @@ class Passage:
 
 @dataclass(frozen=True)
 class StoredPassage:
-    """A passage as the store keeps it: slots at the base ratio, and the source tokens they stand for."""
+    """A passage as the store keeps it: slots at the base ratio, and the source tokens they stand for.
+
+    `sentences` are its sentences' vectors, see `store.sentences`; "" if the bundle shows none.
+    """
 
     id: str
     text: str
     metadata: dict[str, Scalar]
     n_slots: int
     n_tokens: int
+    sentences: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class Record(Labels):
         slots: how many slots the payload holds.
         tokens: how many source tokens they stand for.
         payload_hash: a hash of the payload.
+        sentences: vectors of its sentences, see `sentences`, or "".
         signature: covers the collection's name, the id (and so the scope), hashes, marker id and counts.
         full_hash: see `full_hash`.
         metadata: the metadata as JSON.
@@ -72,15 +73,19 @@ class Record(Labels):
     slots: int
     tokens: int
     payload_hash: str
+    sentences: str
     signature: str = ""
 
     @classmethod
-    def of(cls, id: str, passage: Passage, payload: str, scope: str, signer: MarkerCodec, collection: str) -> Record:
-        """The record of a scope's passage, for a collection.
+    def of(
+        cls, id: str, passage: Passage, made: tuple[str, str], scope: str, signer: MarkerCodec, collection: str
+    ) -> Record:
+        """The record of a scope's passage, with its payload and its sentences' vectors, for a collection.
 
         Raises:
             PayloadError: the payload cannot be decoded; the message names the passage.
         """
+        payload, sentences = made
         try:
             soft = codecs.decode(payload)  # a worker may have made it: decode it once before it is stored
         except PayloadError as error:
@@ -94,6 +99,7 @@ class Record(Labels):
             slots=soft.n_slots,
             tokens=soft.n_tokens,
             payload_hash=_hash(payload),
+            sentences=sentences,
         )
         return replace(record, signature=signer.sign(*record._signed(id, collection)))
 
@@ -145,12 +151,13 @@ class Record(Labels):
             metadata = json.loads(self.metadata)
             if not isinstance(metadata, dict):
                 raise ValueError(f"its metadata are a {type(metadata).__name__}")
-            return StoredPassage(passage_id(id), text, metadata, self.slots, self.tokens)
+            return StoredPassage(passage_id(id), text, metadata, self.slots, self.tokens, self.sentences)
         except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
             raise damaged(id, error) from error
 
     def _signed(self, id: str, collection: str) -> tuple[str, ...]:
-        return (collection, id, self.text_hash, self.marker, str(self.slots), str(self.tokens), self.payload_hash)
+        counts = (str(self.slots), str(self.tokens))
+        return (collection, id, self.text_hash, self.marker, *counts, self.payload_hash, self.sentences)
 
 
 def text_hash(fingerprint: str, id: str, passage: Passage) -> str:

@@ -8,7 +8,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ctx_compress_rag.errors import FingerprintMismatchError, MissingPassageError, PayloadError, StoreError, short_repr
+from ctx_compress_rag.errors import (
+    FingerprintMismatchError,
+    MissingExtraError,
+    MissingPassageError,
+    PayloadError,
+    StoreError,
+    short_repr,
+)
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.store.collection import Collection, Row, batches, pages
 from ctx_compress_rag.store.key import Signer
@@ -17,8 +24,9 @@ from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, liste
 from ctx_compress_rag.store.place import Place
 from ctx_compress_rag.store.record import Labels, Record, full_hash, text_hash
 from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
+from ctx_compress_rag.store.sentences import pack, sentence_vectors
 
-FORMAT = 4
+FORMAT = 5
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
 _REMEMBERED = 100_000  # marker ids with record ids of 100 characters: 30 MB
 _EMBEDDING = [0.0]  # Chroma requires an embedding; one dimension costs least
@@ -252,9 +260,10 @@ class Records(Collection):
             PayloadError: a payload is damaged; nothing is written.
         """
         self._key.keep()
+        made = zip(payloads, self._sentences(passages), strict=True)
         rows = {
-            key: asdict(Record.of(key, passage, payload, scope, self.signer, self.name))
-            for (key, passage), payload in zip(passages.items(), payloads, strict=True)
+            key: asdict(Record.of(key, passage, each, scope, self.signer, self.name))
+            for (key, passage), each in zip(passages.items(), made, strict=True)
         }
         for part in batches(rows, _size, _WRITE_BYTES):
             try:
@@ -267,6 +276,13 @@ class Records(Collection):
                     f"passage {passage_id(next(iter(part)))!r} takes {size:,} bytes as a record, perhaps more than the "
                     f"server accepts in one request: cut it into smaller passages ({error})"
                 ) from error
+
+    def _sentences(self, passages: Mapping[str, Passage]) -> list[str]:
+        """The vectors of each passage's sentences, if the bundle shows sentences and MiniLM is installed."""
+        if self._bundle.config.text_share:
+            with suppress(MissingExtraError):
+                return list(map(pack, sentence_vectors([passage.text for passage in passages.values()])))
+        return [""] * len(passages)
 
     def _matching(
         self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]

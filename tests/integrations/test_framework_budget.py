@@ -157,3 +157,19 @@ def test_a_saved_document_has_what_it_showed(app: App) -> None:
     loaded = load(dumpd(document), allowed_objects="core")
     assert type(loaded) is Document and loaded.page_content == app.store.marker("tower", 8)
     assert LangChain.restore([loaded], app.store) == SOURCES[:1]
+
+
+@FRAMEWORKS
+def test_an_llm_quotes_if_its_bundle_answers_best_so(app: App, framework: Any) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    config = app.bundle.config
+    app.bundle.config = config.model_copy(update={"extractive": True})
+    try:
+        llm = framework.llm(store=app.store)
+        assert llm.sampling({}).extractive and not llm.sampling({"extractive": False}).extractive
+        assert not llm.sampling({"response_format": schema}).extractive
+        for options in ({"extractive": False}, {"engine": "http://localhost:1"}):
+            assert not framework.llm(store=app.store, **options).sampling({}).extractive
+    finally:
+        app.bundle.config = config
+    assert not framework.llm(store=app.store).sampling({}).extractive
