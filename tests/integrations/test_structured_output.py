@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict
 
+import pydantic.v1
 import pytest
 from langchain.agents import create_agent
 from langchain_core.exceptions import OutputParserException
@@ -96,6 +97,14 @@ def test_the_raw_message_and_what_went_wrong(llm: ChatCompressedContext) -> None
     assert bad["parsed"] is None and "max_tokens" in str(bad["parsing_error"])
     with pytest.raises(OutputParserException, match="max_tokens"):
         short.with_structured_output(TowerDict).invoke("The tower?")
+
+
+def test_a_class_of_pydantic_1_gives_its_object(llm: ChatCompressedContext) -> None:
+    class Old(pydantic.v1.BaseModel):
+        arches: int
+
+    answer: Any = llm.with_structured_output(Old).invoke("The tower?")
+    assert isinstance(answer, Old)
 
 
 def test_an_agent_with_a_response_format_and_no_tools(llm: ChatCompressedContext) -> None:

@@ -13,6 +13,8 @@ import httpx
 import pytest
 
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.run import listen, serve
 from helpers.load import load
 from helpers.serving import ANNA, WAIT, serving
@@ -27,6 +29,17 @@ def test_the_command_serves_until_it_is_told_to_stop(index: Path) -> None:
         asyncio.run(load(url, "tiny", clients=16, seconds=3, key=ANNA))
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
+def test_a_hang_up_ends_it_as_sigterm_does(decoder: Decoder) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    hang_up = threading.Timer(1, os.kill, (os.getpid(), signal.SIGHUP))
+    try:
+        with listen("127.0.0.1", 0, guarded=False) as listener:
+            serve(create_app(decoder), listener, started=lambda url: hang_up.start())  # and it returns
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_address_is_said_when_it_can_be_asked() -> None:

@@ -100,6 +100,15 @@ def test_an_answer_goes_back_as_the_client_has_it(url: str, store: SoftContextSt
             assert reply.json()["choices"][0]["message"]["content"] == expected
 
 
+def test_completions_have_logprobs_in_their_own_shape(url: str) -> None:
+    for top in (0, 2):
+        choice = client(url).completions.create(model="tiny", prompt="Who kept bees?", logprobs=top).choices[0]
+        found = choice.logprobs
+        assert found is not None and "".join(found.tokens or []) == choice.text
+        assert max(found.token_logprobs or [1]) <= 0 and (found.text_offset or [])[1] == len((found.tokens or [])[0])
+        assert found.top_logprobs is None if top == 0 else {len(each) for each in found.top_logprobs or []} == {2}
+
+
 def test_logprobs_are_those_of_the_decoder(url: str, store: SoftContextStore, decoder: Decoder) -> None:
     expected = directly(decoder, chat(store), logprobs=True, top_logprobs=2).logprobs
     asked: dict[str, Any] = {"model": "tiny", "messages": chat(store), "logprobs": True, "top_logprobs": 2}

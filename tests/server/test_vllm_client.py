@@ -105,25 +105,6 @@ def test_a_form_goes_without_fields_that_nobody_asked_for(fake: FakeVllm, there:
             there.generate(["How many?"], sampling)
 
 
-def test_answers_and_streams_are_those_of_the_decoder_here(there: Decoder, decoder: Decoder, soft: str) -> None:
-    prompts: list[Any] = [soft, "Who kept bees?", [{"role": "user", "content": soft}]]
-    expected = decoder.generate(prompts, TOKENS)
-    assert there.generate(prompts, TOKENS) == expected
-    for prompt, answer in zip(prompts, expected, strict=True):
-        *pieces, last = there.stream(prompt, TOKENS)
-        assert last == answer and "".join(map(str, pieces)) == answer.text and len(pieces) > 3
-
-
-def test_logprobs_are_those_of_the_decoder_here(there: Decoder, decoder: Decoder, soft: str) -> None:
-    sampling = Sampling(max_tokens=6, logprobs=True, top_logprobs=2)
-    expected = decoder.generate([soft, "Who?"], sampling)
-    for here, answer in zip(expected, there.generate([soft, "Who?"], sampling), strict=True):
-        assert here.logprobs
-        for one, other in zip(here.logprobs, answer.logprobs, strict=True):
-            assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
-            assert other.top[0][1] == pytest.approx(one.top[0][1], abs=1e-4)
-
-
 def test_a_decoders_settings_go_to_the_server_or_are_refused(
     fake: FakeVllm, there: Decoder, talkative: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,13 +224,6 @@ def test_a_server_without_the_adapter_is_refused(
     monkeypatch.setattr(fake, "names", ["tiny"])
     with pytest.raises(ServerError, match="no model 'tiny-reader'.*ctx-compress export"):
         there.generate([soft], TOKENS)
-
-
-def test_a_stream_left_early_ends_the_request(fake: FakeVllm, there: Decoder, soft: str) -> None:
-    stream = there.stream(soft, Sampling(max_tokens=200))
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert there.generate([soft], Sampling(max_tokens=2))
 
 
 # Export

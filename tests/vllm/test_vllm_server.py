@@ -21,6 +21,7 @@ from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.store import SoftContextStore
+from helpers.engines import EngineTests
 from helpers.serving import listening
 
 PASSAGE = "Here are some facts about Nimbridge. Nimbridge elected Orla Reedwen as its mayor."
@@ -75,24 +76,15 @@ def tie(decoder: Decoder, prompt: Any, one: str, other: str) -> float:
     return float(top[0] - top[1])
 
 
-def test_chats_raw_prompts_and_streams(
-    there: Decoder, here: Decoder, store: SoftContextStore, soft: list[dict[str, str]]
-) -> None:
-    marker = mark(store, [PASSAGE], ratio=8)[0]
-    plain = [{"role": "user", "content": QUESTION}]
-    prompts: list[Any] = [
-        soft,
-        plain,
-        f"{marker}\n\n{QUESTION}",
-        QUESTION,
-        [*soft, {"role": "assistant", "content": "Orla."}, *plain],
-    ]
-    expected = here.generate(prompts, TOKENS)
-    assert there.generate(prompts, TOKENS) == expected
-    for prompt, answer in zip(prompts, expected, strict=True):
-        *pieces, last = there.stream(prompt, TOKENS)
-        assert last == answer and "".join(map(str, pieces)) == answer.text
-    assert expected[0].slots and "Reedwen" in expected[0].text
+class TestMatrix(EngineTests):
+    cannot = frozenset({"sampled", "quotation", "json"})  # its draws and its white space are its own
+
+    @pytest.fixture(scope="class")
+    def prompts(self, store: SoftContextStore, soft: list[dict[str, str]]) -> list[Any]:
+        plain = [{"role": "user", "content": QUESTION}]
+        marker = mark(store, [PASSAGE], ratio=8)[0]
+        again = [*soft, {"role": "assistant", "content": "Orla."}, *plain]
+        return [soft, plain, f"{marker}\n\n{QUESTION}", QUESTION, again]
 
 
 def test_prompts_with_and_without_slots_at_a_time(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
@@ -102,29 +94,6 @@ def test_prompts_with_and_without_slots_at_a_time(there: Decoder, here: Decoder,
     assert [there.generate([prompt], TOKENS)[0] for prompt in (soft, plain)] == expected
     for _ in range(4):
         assert there.generate([soft, plain] * 6, TOKENS) == expected * 6
-
-
-def test_stops_lengths_and_counts(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
-    whole = there.generate([soft], TOKENS)[0]
-    cut = there.generate([soft], Sampling(max_tokens=16, stop=("Reedwen",)))[0]
-    assert whole.text.startswith(cut.text) and "Reedwen" not in cut.text and cut.finish_reason == "stop"
-    assert cut.text == here.generate([soft], Sampling(max_tokens=16, stop=("Reedwen",)))[0].text
-    one = there.generate([soft], Sampling(max_tokens=1))[0]
-    assert (one.completion_tokens, one.finish_reason) == (1, "length")
-    assert (one.prompt_tokens, one.slots) == (whole.prompt_tokens, whole.slots)
-    [asked] = here.preparer.prepare([soft])
-    assert one.prompt_tokens == asked.length
-
-
-def test_logprobs(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
-    sampling = Sampling(max_tokens=16, logprobs=True, top_logprobs=2)
-    for prompt in (soft, QUESTION):
-        [answer], [expected] = there.generate([prompt], sampling), here.generate([prompt], sampling)
-        assert answer.logprobs and expected.logprobs and answer.text == expected.text
-        assert [each.token for each in answer.logprobs] == [each.token for each in expected.logprobs]
-        for one, other in zip(answer.logprobs, expected.logprobs, strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-            assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
 
 
 def test_sampling(there: Decoder, soft: list[dict[str, str]]) -> None:

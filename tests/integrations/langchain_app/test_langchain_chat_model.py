@@ -94,6 +94,8 @@ def test_cache_is_keyed_by_what_the_answer_depends_on(
         app.llm(cache=cache, max_tokens=3).invoke(tower.page_content)
         app.llm(cache=cache, extractive=True).invoke(tower.page_content)
         assert len(seen) == 5
+    keys = [app.llm(**engine)._identifying_params for engine in ({}, {"merge": True}, {"engine": "http://localhost:1"})]
+    assert keys[0] != keys[1] != keys[2] and "float32" in str(keys[0])
     # Another bundle of the same name, asked in the same words.
     own = app.llm(cache=cache).invoke(QUESTION).content
     with SoftContextStore(tmp_path, make_tiny_bundle(seed=9)) as store, prefills(store.bundle.backbone.model) as seen:
