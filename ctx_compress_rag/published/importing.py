@@ -11,13 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
-from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig, Source
-from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, decoder_tensors
-from ctx_compress_rag.bundle.identity import fingerprint
+from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import files_digest, folder_digest
 from ctx_compress_rag.published.format import Conversion, DecoderWithoutWeights, Format, without_weights
@@ -160,14 +157,9 @@ class Import:
             _copy_files(self.encoder, folder / "encoder")
             inside = {"encoder": None, "revision": None, "subfolder": None, "digest": folder_digest(folder / "encoder")}
             own["method"] = bundle.config.method.model_copy(update=inside)
-        digest = files_digest(decoder)
-        config = bundle.config.model_copy(update=own | {"decoder_digest": digest})
-        states: dict[str, Mapping[str, Tensor]] = {part: each.saved_state() for part, each in bundle.parts.items()}
-        states |= {f"{part} adapter": self.decoder.adapter_state(part) for part in self.decoder.adapters}
-        states[DECODER_FOLDER] = decoder_tensors(decoder)
+        config = bundle.config.model_copy(update=own | {"decoder_digest": files_digest(decoder)})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        card = model_card(config, {}, fingerprint(config, "", digest, states))
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        Bundle.from_pretrained(folder, device="cpu").save_report(folder)  # with its own fingerprint
 
     def _bundle(self, conversion: Conversion, settings: Mapping[str, Any], copy: bool) -> Bundle:
         checkpoint = self.checkpoint
