@@ -21,13 +21,7 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def explained(where: str, folder: Path | None = None, *, writing: bool = False) -> Iterator[None]:
-    """Turn exceptions of Chroma and its HTTP client into a StoreError with a remedy.
-
-    Args:
-        where: the address.
-        folder: the folder of an embedded engine.
-        writing: whether Chroma was told to write, so that its refusal is a StoreWriteError.
-    """
+    """Turn exceptions of Chroma and its HTTP client into a StoreError with a remedy; a refused write has its own."""
     try:
         yield
     except (CtxCompressError, KeyboardInterrupt, SystemExit, GeneratorExit):

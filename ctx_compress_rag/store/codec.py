@@ -42,21 +42,15 @@ _STEPS = 8
 
 
 class Codec(Protocol):
-    """Packs a finite float32 matrix (S, D) into bytes and back, finite again.
+    """Packs a finite float32 matrix (S, D) into `size(S, D)` bytes and back, finite again.
 
     `code` is the codec's number in the payload's header; it never changes once released.
     """
 
     code: int
 
-    def pack(self, slots: Floats) -> bytes:
-        """PayloadError if a value is beyond what the codec can hold."""
-        ...
-
-    def size(self, n_slots: int, dim: int) -> int:
-        """Bytes that `pack` makes of a matrix (n_slots, dim)."""
-        ...
-
+    def pack(self, slots: Floats) -> bytes: ...
+    def size(self, n_slots: int, dim: int) -> int: ...
     def unpack(self, data: bytes, n_slots: int, dim: int) -> Floats: ...
 
 
@@ -174,7 +168,6 @@ _BY_CODE = {codec.code: codec for codec in CODECS.values()}
 
 
 def check_codec(name: str) -> str:
-    """Return the name; ConfigError if there is no such codec."""
     if name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}: choose one of {', '.join(CODECS)}")
     return name
@@ -239,12 +232,10 @@ def payload_codec(payload: str) -> str:
 
 
 def payload_bytes(payload: str) -> int:
-    """How many bytes a payload encodes."""
     return len(payload) // 4 * 3 - payload[-2:].count("=")
 
 
 def _runs(counts: list[int]) -> list[tuple[int, int]]:
-    """Token counts as (count, how many in a row)."""
     if odd := [count for count in counts if not 0 <= count < 2**32]:
         raise PayloadError(f"a slot cannot stand for {odd[0]} tokens")
     return [(count, len(list(same))) for count, same in groupby(counts)]

@@ -59,13 +59,7 @@ def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> It
 class Collection:
     """The records of a collection, which is created at the first write: reading alone creates nothing. Thread-safe.
 
-    Args:
-        place: where it is.
-        name: its name.
-        configuration: Chroma's configuration of a new one.
-        metadata: the metadata of a new one.
-        lock_timeout: seconds that a write waits for other writes.
-        read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer.
+    `configuration` and `metadata` are those of a new one; `SoftContextStore` has the timeouts.
     """
 
     def __init__(
@@ -100,7 +94,6 @@ class Collection:
 
     @shielded
     def count(self) -> int:
-        """How many records there are."""
         with self._reading() as found:
             count = 0 if found is None else self._ask(found.count)
             if type(count) is not int or count < 0:
@@ -108,11 +101,9 @@ class Collection:
             return count
 
     def ids(self) -> list[str]:
-        """The ids of all records."""
         return [id for (id,) in self._get()]
 
     def existing(self, ids: Sequence[str]) -> list[str]:
-        """Those of the ids that have a record, each once."""
         return [id for (id,) in self._get_paged(ids)]
 
     def rows(self, ids: Sequence[str]) -> dict[str, Row]:
@@ -188,7 +179,6 @@ class Collection:
 
     @shielded
     def delete(self, ids: Sequence[str]) -> None:
-        """Delete existing records."""
         for part in pages(ids):
             with self._writing() as collection:
                 collection.delete(ids=list(part))
@@ -200,7 +190,6 @@ class Collection:
         self.place.check_writable(self._lock_timeout)
 
     def close(self) -> None:
-        """Release the engine; closing again has no effect."""
         forked, self._pid = self._pid != os.getpid(), None
         if not forked:
             self.place.close()
@@ -224,7 +213,6 @@ class Collection:
             yield found
 
     def _found(self, client: ClientAPI) -> chromadb.Collection | None:
-        """The collection; None if there is none of this name."""
         if self._known is not None and self._known[0] is client:
             return self._known[1]
         try:

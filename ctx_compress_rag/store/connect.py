@@ -19,13 +19,7 @@ _NAME = re.compile(rf"[a-zA-Z0-9][a-zA-Z0-9._-]{{1,{_LONGEST - 2}}}[a-zA-Z0-9]")
 
 
 def connect(location: Location | Place) -> Place:
-    """The place of a location; a client of a folder is not used itself.
-
-    Raises:
-        ConfigError: the location is not a path, (synchronous) client or collection.
-        StoreError: the path is not a folder.
-        StoreWriteError: the folder holds no store yet and is not writable.
-    """
+    """The place of a location; a client of a folder is not used itself."""
     if isinstance(location, Place):
         return location
     if isinstance(location, ClientAPI | chromadb.Collection):
@@ -46,11 +40,7 @@ def connect(location: Location | Place) -> Place:
 
 
 def companion(location: object, collection: str) -> str:
-    """The name of the collection of soft contexts beside the app's, which is named or is the location itself.
-
-    Raises:
-        ConfigError: the name is not valid, or the collection holds soft contexts itself.
-    """
+    """The name of the collection of soft contexts beside the app's, which is named or is the location itself."""
     if isinstance(location, chromadb.Collection):
         if "ctx_format" in (location.metadata or {}):
             raise ConfigError(f"{location.name!r} holds soft contexts itself: give the app's own collection")

@@ -22,14 +22,7 @@ class Signer:
     The key is the given one; or the environment variable CTX_COMPRESS_KEY; or the file `ctx-compress.key` in the
     store's folder, created at first use and readable only by its owner. A store on a server has no default: machines
     that share it must share the key. A store in memory has a new key in each process.
-
-    Args:
-        key: the secret; None takes the first of the others that there is.
-        place: where the store is.
-
-    Raises:
-        StoreError: the store is on a server and has no key; raised here, not at the first marker.
-        ConfigError: the key is too short, or no bytes.
+    A store on a server that has none is refused here, not at the first marker.
     """
 
     def __init__(self, key: bytes | None, place: Place) -> None:
@@ -39,21 +32,12 @@ class Signer:
             self.codec("")
 
     def codec(self, fingerprint: str) -> MarkerCodec:
-        """What signs markers and records of a bundle.
-
-        Raises:
-            StoreError: the variable is too short, or the file cannot be used.
-        """
         if self._key is None:
             self._key = self._found()
         return MarkerCodec(self._key, fingerprint)
 
     def keep(self) -> None:
-        """Before a write: put the key file back if it is gone, as other processes need it to read what is written.
-
-        Raises:
-            StoreError: the file holds another key now.
-        """
+        """Before a write: put the key file back if it is gone, as other processes need it to read what is written."""
         if self._file is not None and self._key is not None and key_from_file(self._file, self._key) != self._key:
             raise StoreError(
                 f"the marker key {self._file} is not the one that this store was opened with: open the store again"
@@ -81,15 +65,7 @@ class Signer:
 
 
 def key_from_file(path: Path, new: bytes | None = None) -> bytes:
-    """The key in a file, which is created if missing; two processes that do so at once get the same key.
-
-    Args:
-        path: the file.
-        new: what to write if it is missing; by default a random key.
-
-    Raises:
-        StoreError: the file belongs to another user, others can read it, it is damaged, or it cannot be created.
-    """
+    """The key in a file, which is created if missing (`new`, or a random one), the same for all who do so at once."""
     try:
         if not path.exists():
             _create(path, new or secrets.token_bytes(32))

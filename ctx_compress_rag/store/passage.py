@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -54,11 +55,20 @@ class Compresses(Protocol):
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of source text. If it has no id, a hash of its text is its id."""
+    """A piece of source text. If it has no id, a hash of its text is its id.
+
+    ```python
+    Passage("The harbor was built by Oda Brink.", id="harbor", metadata={"source": "history.txt", "page": 3})
+    ```
+    """
 
     text: str
     id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        words = textwrap.shorten(self.text, 60, placeholder=" ...") if isinstance(self.text, str) else self.text
+        return f"Passage({words!r}, id={self.id!r}, metadata={dict(self.metadata)!r})"
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,7 @@ class Place(ABC):
 
     @abstractmethod
     def writing(self, timeout: float) -> AbstractContextManager[ClientAPI]:
-        """A client to write with.
-
-        Raises:
-            StoreLockedError: others wrote for `timeout` seconds.
-            StoreWriteError: the folder or its disk cannot be written to, or Chroma refuses.
-            StoreError: Chroma failed.
-        """
+        """A client to write with; errors as `reading`, and StoreWriteError if Chroma refuses."""
 
     def check_writable(self, timeout: float) -> None:  # noqa: B027
         """Raise the error that `writing` would."""
@@ -127,31 +121,20 @@ class Server(Place):
 
     @contextmanager
     def reading(self, timeout: float) -> Iterator[ClientAPI]:
-        """See `Place`."""
         with limited(timeout, partial(self._silent, timeout)), explained(self.where):
             yield self._client
 
     @contextmanager
     def writing(self, timeout: float) -> Iterator[ClientAPI]:
-        """See `Place`."""
         with explained(self.where, writing=True):
             yield self._client
 
     def close(self) -> None:
-        """See `Place`: the client is the app's."""
+        pass  # the client is the app's
 
 
 class Folder(Place):
-    """A Chroma folder, with an engine of its own, which is never older than the last write.
-
-    Args:
-        path: the folder.
-        tenant: Chroma's tenant.
-        database: Chroma's database.
-
-    Raises:
-        StoreWriteError: it holds no store yet, and this user may not write there.
-    """
+    """A Chroma folder, with an engine of its own, which is never older than the last write."""
 
     folder: Path
 
@@ -171,7 +154,6 @@ class Folder(Place):
 
     @contextmanager
     def reading(self, timeout: float) -> Iterator[ClientAPI | None]:
-        """See `Place`."""
         if not has_database(self.folder):
             yield None
             return
@@ -188,7 +170,6 @@ class Folder(Place):
 
     @contextmanager
     def writing(self, timeout: float) -> Iterator[ClientAPI]:
-        """See `Place`. The client is opened after taking the locks, and so as new as the files."""
         with self._writable(timeout):
             # Before the first write, so that readers reopen their engines even if this process is killed.
             generation, state = secrets.token_bytes(8), _UNFINISHED if self.interrupted() else _FINISHED
@@ -200,24 +181,20 @@ class Folder(Place):
             self._write_generation(generation + state)
 
     def check_writable(self, timeout: float) -> None:
-        """See `Place`."""
         with self._writable(timeout):
             pass
 
     @shielded
     def close(self) -> None:
-        """See `Place`."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
 
     def interrupted(self) -> bool:
-        """See `Place`."""
         return self._read_generation().endswith(_UNFINISHED)
 
     @shielded
     def mended(self) -> None:
-        """See `Place`."""
         with self._alone(DEFAULT_TIMEOUT):
             self._write_generation(self._read_generation()[:-1] + _FINISHED)
 

@@ -41,7 +41,6 @@ class Labels:
 
     @classmethod
     def label(cls, id: str, passage: Passage, signer: MarkerCodec, collection: str) -> Labels:
-        """The labels of a passage whose record has this id in a collection."""
         metadata = _json(passage.metadata)
         signature = signer.sign("metadata", collection, id, metadata)
         return Labels(full_hash(signer.fingerprint, id, passage), metadata, signature)
@@ -80,11 +79,7 @@ class Record(Labels):
     def of(
         cls, id: str, passage: Passage, made: tuple[str, str], scope: str, signer: MarkerCodec, collection: str
     ) -> Record:
-        """The record of a scope's passage, with its payload and its sentences' vectors, for a collection.
-
-        Raises:
-            PayloadError: the payload cannot be decoded; the message names the passage.
-        """
+        """The record of a passage, with payload and sentences' vectors; PayloadError if the payload is damaged."""
         payload, sentences = made
         try:
             soft = codecs.decode(payload)  # a worker may have made it: decode it once before it is stored

@@ -55,22 +55,7 @@ class Changes:
 
 
 class Records(Collection):
-    """The collection of a store. Thread-safe.
-
-    Args:
-        place: where it is.
-        name: the collection's name.
-        bundle: the bundle whose soft contexts it holds.
-        key: what records and markers are signed with.
-        codec: the codec for a new collection, None for the default; an existing one keeps its own.
-        ratio: source tokens per slot in a new collection, None for the bundle's base ratio; an existing one
-            keeps its own.
-        lock_timeout: see `SoftContextStore`.
-        read_timeout: see `SoftContextStore`.
-
-    Raises:
-        FingerprintMismatchError, StoreError: see `SoftContextStore`.
-    """
+    """The collection of a store; arguments and errors are those of `SoftContextStore`. Thread-safe."""
 
     def __init__(
         self,
@@ -104,21 +89,17 @@ class Records(Collection):
 
     @property
     def codec(self) -> str:
-        """Name of the codec that payloads are written with."""
         return str(self.about["codec"])
 
     @property
     def ratio(self) -> int:
-        """Source tokens per slot."""
         return int(self.about["base_ratio"])
 
     @property
     def signer(self) -> MarkerCodec:
-        """What signs markers and records."""
         return self._key.codec(self._bundle.fingerprint)
 
     def check(self, metadata: Row) -> None:
-        """See `Collection.check`."""
         where, bundle = self.place.where, self._bundle
         again = f"index again into another folder or collection, or after client.delete_collection({self.name!r})"
         if "ctx_format" not in metadata:
@@ -168,7 +149,6 @@ class Records(Collection):
         return found
 
     def remember(self, records: Iterable[tuple[str, Record]]) -> None:
-        """Remember the ids of these records by their markers."""
         if len(self._ids_by_marker) > _REMEMBERED:
             self._ids_by_marker = {}
         self._ids_by_marker.update({record.marker: id for id, record in records})

@@ -19,12 +19,10 @@ def record_id(id: str, scope: str) -> str:
 
 
 def passage_id(record: str) -> str:
-    """The passage's id in a record id."""
     return record[_DIGEST + 1 :]
 
 
 def owned(record: str, scope: str) -> bool:
-    """Whether the record belongs to this scope."""
     return record.startswith(f"{_digest(scope)}/")
 
 

@@ -61,6 +61,12 @@ class SoftContextStore(ProcessBound):
     share a Chroma server; a folder that a server uses must be reached through it. A store does not survive `fork`: open
     it in the child.
 
+    ```python
+    with SoftContextStore("./chroma", Bundle.from_pretrained("smollm2-135m")) as store:
+        store.add(["The harbor was built by Oda Brink.", "Tarin Holt keeps bees."], ids=["harbor", "bees"])
+        prompt = f"Answer from this: {store.marker('harbor', ratio=4)}"
+    ```
+
     Args:
         location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection; the soft contexts
             are then put beside it.
@@ -305,6 +311,14 @@ class SoftContextStore(ProcessBound):
     def __len__(self) -> int:
         """How many passages there are, of all scopes."""
         return self._records.count()
+
+    def __repr__(self) -> str:
+        try:
+            held = f"{len(self):,} passages"
+        except StoreError:
+            held = "cannot be read"
+        bundle, where = self.bundle.config.name, self._records.place.where
+        return f"SoftContextStore({where!r}, bundle {bundle!r}, ratio {self.base_ratio}, {self.codec}: {held})"
 
     def __bool__(self) -> bool:
         """True, even when empty: `if store` asks whether there is a store."""

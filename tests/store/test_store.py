@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -241,6 +243,24 @@ def test_info(store: SoftContextStore, bundle: WordBundle, tmp_path: Path) -> No
     assert info.disk_bytes == on_disk
     assert info.payload_share == info.payload_bytes / on_disk
     assert info.location == str(tmp_path / "chroma")
+
+
+def test_what_is_shown_says_what_is_held_and_the_docstrings_examples_run(
+    tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bundle:
+        from_pretrained = staticmethod(lambda name: bundle)
+
+    monkeypatch.chdir(tmp_path)
+    made: dict[str, Any] = {"SoftContextStore": SoftContextStore, "Bundle": Bundle, "Passage": Passage}
+    for shown in (SoftContextStore, Passage):
+        [example] = re.findall(r"```python\n(.*?)```", str(shown.__doc__), re.S)
+        exec(textwrap.dedent(example), made)
+    store = made["store"]
+    assert "[[ctx:" in made["prompt"] and "cannot be read" in repr(store)  # it was closed
+    with SoftContextStore("./chroma", bundle) as store:
+        assert all(part in repr(store) for part in ("'chroma'", "'words'", "ratio 4", "int8", "2 passages"))
+    assert repr(Passage("word " * 1000, "a", {"page": 3})).endswith("word ...', id='a', metadata={'page': 3})")
 
 
 def test_a_closed_store_says_so(tmp_path: Path, bundle: WordBundle) -> None:
