@@ -34,7 +34,7 @@ from ctx_compress_rag.bundle.files import (
     read_tensors,
     stamps,
 )
-from ctx_compress_rag.bundle.identity import decoder_digest, fingerprint
+from ctx_compress_rag.bundle.identity import decoder_digest, fingerprint, state_digest
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.bundle.saving import save
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
@@ -79,6 +79,7 @@ class Bundle(PlainDecoder):
         self.reader = reader
         self.report = dict(report or {})
         self._fingerprint: str | None = None
+        self._folder: Path | None = None
 
     @classmethod
     def from_pretrained(
@@ -140,6 +141,7 @@ class Bundle(PlainDecoder):
         at_once = device_map is not None or attn_implementation is not None or quantization_config is not None
         backbone = Backbone(model.load() if at_once else model, tokenizer)
         bundle = cls.build(config, backbone, teacher if teacher.exists() else None)
+        bundle._folder = folder
         bundle.compressor.bundle_folder_known(folder)
         backbone.when_loaded(partial(check_unchanged, folder, stamps(folder)))
         stored: dict[str, Mapping[str, Tensor]] = {}
@@ -208,6 +210,15 @@ class Bundle(PlainDecoder):
             decoder = decoder_digest(self.config, self.backbone)
             self._fingerprint = fingerprint(self.config, self.backbone.commit, decoder, states)
         return self._fingerprint
+
+    @property
+    def teacher_digest(self) -> str:
+        """64 hex digits that identify the adapter that reads text, in any precision; "" if there is none."""
+        if TEACHER not in self.backbone.adapters:
+            return ""
+        if self._folder is None or self.backbone.loaded:
+            return state_digest(self.backbone.adapter_state(TEACHER))
+        return state_digest(read_adapter(self._folder / TEACHER))
 
     @property
     def parts(self) -> dict[str, Compressor | Reader]:

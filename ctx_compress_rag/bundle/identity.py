@@ -57,3 +57,12 @@ def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping
             digest.update(f"{part} {name}".encode())
             digest.update(value.detach().to("cpu", torch.float16).contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors, rounded to bfloat16, the coarsest precision that a decoder may be loaded in."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().cpu().bfloat16().contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

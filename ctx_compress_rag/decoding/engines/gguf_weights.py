@@ -1,0 +1,235 @@
+"""A bundle's reader and its decoder for text as GGUF files, with their LoRA merged, for llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
+from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.models.backbone import name_without_peft
+from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
+from ctx_compress_rag.models.identity import write_decoder
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+GgufWeights = Literal["F32", "BF16", "Q8_0", "Q4_0"]
+Side = Literal["reader", "text"]
+
+_FTYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # llama.cpp's numbers
+_DIGEST = "general.description"  # a field that llama.cpp's own converter can write, too
+_ROUNDING = 0.01  # a bfloat16 decoder's weights, compared with its file's
+
+
+def digest(bundle: Bundle, side: Side) -> str:
+    """What a file's field `general.description` must say: 64 hex digits for the weights of one side."""
+    return hashlib.sha256(f"{bundle.fingerprint} {side} {bundle.teacher_digest}".encode()).hexdigest()
+
+
+def sides(bundle: Bundle) -> tuple[Side, ...]:
+    """The files that a bundle needs: one if the same weights read slots and text.
+
+    Raises:
+        ConfigError: merged weights cannot do what the bundle's reader does.
+    """
+    if type(bundle.reader) is not Reader:
+        raise ConfigError(
+            f"bundle {bundle.config.name!r}: {bundle.config.method.name} changes the decoder's layers as it reads, "
+            "which llama.cpp cannot do: use the engine transformers"
+        )
+    frozen = bundle.reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
+    return ("text",) if frozen else ("reader", "text")
+
+
+def gguf_weights(bundle: Bundle, weights: str) -> Path:
+    """The folder of a bundle's GGUF files: the one that `weights` names, or one in the cache, made on first use.
+
+    Args:
+        bundle: the bundle.
+        weights: one of `GgufWeights`, or a folder that `export_gguf` wrote.
+
+    Raises:
+        ConfigError: there is no such folder, or the files cannot be made.
+    """
+    if weights not in get_args(GgufWeights):
+        if not Path(weights).is_dir():
+            raise ConfigError(f"weights={weights!r}: give one of {', '.join(get_args(GgufWeights))}, or a folder")
+        return Path(weights)
+    from huggingface_hub import cached_assets_path
+
+    key = hashlib.sha256("".join(digest(bundle, side) for side in sides(bundle)).encode()).hexdigest()
+    folder = Path(cached_assets_path("ctx_compress_rag", "llama.cpp"), f"{key}-{weights}")
+    if not folder.is_dir():
+        logger.info("writing %s for llama.cpp: once for this bundle", folder)
+        try:
+            with TemporaryDirectory(dir=folder.parent) as part:
+                export_gguf(bundle, Path(part, "new"), weights)
+                Path(part, "new").rename(folder)
+        except OSError as error:
+            if not folder.is_dir():  # else another process was faster
+                raise ConfigError(
+                    f"cannot write {folder} ({error}): free some space, or export to another folder"
+                ) from error
+    return folder
+
+
+def export_gguf(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str]:
+    """Write a bundle's GGUF files; for a decoder that is no GGUF file, merged transformers checkpoints instead.
+
+    Args:
+        bundle: the bundle.
+        folder: where to write.
+        weights: one of `GgufWeights`.
+
+    Returns: commands that are left to run: none, or llama.cpp's own converter for each checkpoint.
+
+    Raises:
+        ConfigError: llama.cpp cannot run the bundle's reader.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    decoder, commands = bundle.config.decoder, []
+    for side in sides(bundle):
+        with bundle.backbone.lock:
+            added = _added(bundle, side)
+        if isinstance(decoder, GgufDecoder):
+            source = gguf_file(decoder, bundle.config.revision)
+            _write(bundle, source, added, side, folder / f"{side}.gguf", weights)
+        else:
+            commands.append(_checkpoint(bundle, added, digest(bundle, side), folder / side, weights))
+    return commands
+
+
+def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
+    """What one side adds to each of the decoder's weights that it changes, by transformers' names, in float32."""
+    from peft.tuners.lora import LoraLayer
+
+    backbone, reader = bundle.backbone, bundle.reader
+    if side == "reader" and reader.own is not None:
+        own = dict(reader.own.named_parameters())
+        return {name: own[name].float() - base.float() for name, base in backbone.own_state().items() if name in own}
+    adapter = TEACHER if side == "text" else reader.side
+    if adapter not in backbone.adapters:
+        return {}
+    added = {}
+    for name, layer in backbone.model.named_modules():
+        if isinstance(layer, LoraLayer) and adapter in layer.scaling:
+            if layer.use_dora.get(adapter):
+                raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
+            added[f"{name_without_peft(name)}.weight"] = layer.get_delta_weight(adapter).float()  # type: ignore[operator]
+    return added
+
+
+def _checkpoint(bundle: Bundle, added: Mapping[str, Tensor], digest: str, folder: Path, weights: str) -> str:
+    """Write a transformers checkpoint; returns the command that converts it."""
+    folder.mkdir(exist_ok=True)
+    write_decoder(bundle.backbone.model, bundle.tokenizer, folder)
+    bundle.backbone.generation_config.save_pretrained(folder)
+    state = bundle.backbone.own_state()
+    merged = {name: (value.float() + added[name]).to(value.dtype) for name, value in state.items() if name in added}
+    save_file(state | merged, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / "metadata.json").write_text(f'{{"{_DIGEST}": "{digest}"}}\n', encoding="utf-8")
+    command = ["python", "convert_hf_to_gguf.py", str(folder), "--metadata", str(folder / "metadata.json")]
+    return shlex.join([*command, "--outtype", weights.lower(), "--outfile", f"{folder}.gguf"])
+
+
+def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side, file: Path, weights: str) -> None:
+    """Write a decoder's GGUF file with other weights, and without its tokenizer, which llama.cpp does not need here."""
+    with needs("llama-cpp"):
+        import gguf
+
+    reader = gguf.GGUFReader(source)
+    arch = reader.fields["general.architecture"].contents()
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    text_config = bundle.backbone.config.get_text_config()
+    names = gguf.get_tensor_name_map(numbers[arch], text_config.num_hidden_layers)
+    changes = {}
+    for name, delta in added.items():
+        base, _, suffix = name.rpartition(".")
+        changes[f"{names.get_name(base) or base}.{suffix}"] = name, delta
+    if unknown := changes.keys() - {tensor.name for tensor in reader.tensors}:
+        raise ConfigError(f"{source} has no tensor {min(unknown)!r}, which the bundle's adapters change")
+    with TemporaryDirectory(dir=file.parent) as part:
+        plain = Path(part, "f32.gguf")
+        writer = gguf.GGUFWriter(plain, arch)
+        _copy_fields(reader, writer, bundle.backbone.embeddings.num_embeddings)
+        writer.add_description(digest(bundle, side))
+        for tensor in reader.tensors:
+            shape = tensor.shape[::-1].tolist()
+            writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), int(np.prod(shape)) * 4)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        state = bundle.backbone.own_state()
+        for tensor in reader.tensors:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            if tensor.name in changes:
+                name, delta = changes[tensor.name]
+                values = values + _in_file_order(delta.cpu().numpy(), state[name].float().numpy(), values, text_config)
+            writer.write_tensor_data(values)
+        writer.close()
+        _quantize(plain, Path(part, "done.gguf"), weights)
+        Path(part, "done.gguf").rename(file)
+
+
+def _copy_fields(reader: Any, writer: Any, vocabulary: int) -> None:
+    """Copy a file's settings, but not its tokenizer: this library tokenizes, and loads in half of the time without."""
+    import gguf
+
+    for name, field in reader.fields.items():
+        if name.startswith(("GGUF.", "tokenizer.", "general.")) or name.endswith(".vocab_size"):
+            continue
+        kind, *inner = field.types
+        writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("none")
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _in_file_order(delta: Array, base: Array, stored: Array, config: Any) -> Array:
+    """The rows of `delta` in the order that the file has those of `base` in.
+
+    For rotary positions, llama.cpp pairs neighboring rows of queries and keys in some architectures, transformers the
+    two halves of a head.
+    """
+    if delta.ndim == 1:
+        return delta
+    orders: list[Callable[[Array], Array]] = [lambda rows: rows]
+    for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
+        if len(base) % (2 * heads) == 0:
+            orders.append(partial(_pairs, heads=heads))
+    for order in orders:
+        if base.shape == stored.shape and np.abs(order(base) - stored).max() <= _ROUNDING * np.abs(stored).max():
+            return order(delta)
+    raise ConfigError("the decoder's GGUF file orders its weights in a way that is unknown here: use transformers")
+
+
+def _pairs(rows: Array, heads: int) -> Array:
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _quantize(plain: Path, file: Path, weights: str) -> None:
+    llama = load_llama_cpp()
+    if weights == "F32":
+        plain.rename(file)
+        return
+    options = llama.llama_model_quantize_default_params()
+    options.ftype, options.nthread = _FTYPES[weights], torch.get_num_threads()
+    if llama.llama_model_quantize(bytes(plain), bytes(file), ctypes.byref(options)):
+        raise ConfigError(f"llama.cpp cannot write {weights} weights of this decoder: try another type")

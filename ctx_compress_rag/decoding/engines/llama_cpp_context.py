@@ -1,0 +1,224 @@
+"""A GGUF file in memory, and the sequences that llama.cpp reads and continues in it. Every size is checked here.
+
+llama.cpp ends the process on an input of a wrong size, so nothing else in this library calls it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError, DecoderMemoryError
+from ctx_compress_rag.extras import needs
+from ctx_compress_rag.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+_LOG_ERROR = 4  # llama.cpp's number of the level
+_BATCH = 512  # most positions in a pass
+_KEPT = 256  # most tokens of a prompt's beginning that are kept for the next prompt
+# How an architecture treats embeddings, as transformers sees them: it multiplies tokens' by sqrt(dim) before the first
+# layer; llama.cpp does so with all embeddings that it is given ("all"), or with tokens only ("tokens").
+_SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens"}
+
+
+@cache
+def load_llama_cpp() -> Any:
+    """llama-cpp-python's low-level functions.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    with needs("llama-cpp"):
+        from llama_cpp import llama_cpp
+
+    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+    def log(level: int, text: bytes, data: Any) -> None:
+        logger.log(logging.ERROR if level == _LOG_ERROR else logging.DEBUG, text.decode(errors="replace").rstrip())
+
+    llama_cpp.llama_log_set(log, None)
+    llama_cpp.ctx_compress_log = log  # collected, it would crash the process at the next message
+    return llama_cpp
+
+
+class LlamaCppContext:
+    """One model with room for several sequences; one thread at a time may use it. `close()` frees its memory.
+
+    Args:
+        file: the GGUF file.
+        digest: what its field `general.description` must say.
+        dim: width of its embeddings.
+        vocabulary: how many tokens it has.
+        size: positions that all sequences together may have.
+        sequences: most sequences at a time.
+
+    Raises:
+        BundleError: the file is damaged, missing or of other weights.
+        DecoderMemoryError: there is too little memory for `size`.
+    """
+
+    def __init__(self, file: Path, digest: str, dim: int, vocabulary: int, size: int, sequences: int) -> None:
+        import gguf
+
+        self._llama = llama = load_llama_cpp()
+        frees: list[Callable[[], None]] = []
+        self.close = finalize(self, _call_all, frees)
+        self.close.atexit = False  # a thread may still be inside; the system frees the memory
+        if not file.is_file():
+            raise BundleError(f"there is no file {file}: run ctx-compress export --engine llama.cpp")
+        self._model = model = llama.llama_model_load_from_file(bytes(file), llama.llama_model_default_params())
+        if model is None:
+            raise BundleError(f"llama.cpp cannot read {file}: delete it, so that it is made again")
+        frees.append(partial(llama.llama_model_free, model))
+        vocab = llama.llama_model_get_vocab(model)
+        found = self._about("general.description"), llama.llama_model_n_embd(model), llama.llama_vocab_n_tokens(vocab)
+        if found != (digest, dim, vocabulary):
+            raise BundleError(f"{file} has the weights of another bundle, reader or decoder: export this one's")
+        # Pages of the file's token embeddings, read where they lie.
+        [self._table] = [each for each in gguf.GGUFReader(file).tensors if each.name == "token_embd.weight"]
+        treated = _SCALED.get(self._about("general.architecture"), "")
+        self._vector_scale = dim**-0.5 if treated == "all" else 1.0
+        self._row_scale = dim**0.5 if treated == "tokens" else 1.0
+        options = llama.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = size + _KEPT, max(_BATCH, sequences), _BATCH
+        options.n_seq_max, options.kv_unified = sequences + 1, True
+        options.n_threads = options.n_threads_batch = torch.get_num_threads()
+        self._context = context = llama.llama_init_from_model(model, options)
+        if context is None:
+            raise DecoderMemoryError(f"llama.cpp has too little memory for context_size={size}: give a smaller one")
+        frees.append(partial(llama.llama_free, context))
+        self._memory = llama.llama_get_memory(context)
+        self.size, self._dim, self._vocabulary, self._sequences = size, dim, vocabulary, sequences
+        self._batches = [llama.llama_batch_init(max(_BATCH, sequences), width, 1) for width in (0, dim)]
+        frees += [partial(llama.llama_batch_free, batch) for batch in self._batches]
+        # A recurrent state is of the whole text, so none of its beginning can be kept.
+        self._keeps = not (llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model))
+        self._kept: list[int] = []
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a prompt that the model cannot read.
+
+        Raises:
+            ConfigError: its vectors have another width, or a token is not of the vocabulary.
+        """
+        for piece in prompt.pieces:
+            if piece.is_floating_point():
+                if piece.ndim != 2 or piece.shape[1] != self._dim:
+                    raise ConfigError(f"slots of shape {tuple(piece.shape)} do not fit a decoder of width {self._dim}")
+            elif len(piece) and not (piece.min() >= 0 and piece.max() < self._vocabulary):
+                raise ConfigError(f"a token is not one of the decoder's {self._vocabulary}")
+
+    def read(self, prompts: Sequence[tuple[int, Prompt]]) -> Tensor:
+        """Read prompts into their sequences, which must be empty; all in passes that they share.
+
+        Args:
+            prompts: the number of the sequence, and the prompt, which `check` has admitted.
+
+        Shape: -> (prompts, vocabulary), the scores of the token after each
+        """
+        runs, positions, numbers, last = [], [], [], []
+        for number, prompt in prompts:
+            start = self._reuse(number, prompt)
+            rows = np.concatenate([self._vectors(piece) for piece in prompt.pieces])[start:]
+            runs.append(rows)
+            positions.append(np.arange(start, prompt.length))
+            numbers.append(np.full(len(rows), number))
+            last.append(sum(map(len, runs)) - 1)
+        vectors, place, number_of = map(np.concatenate, (runs, positions, numbers))
+        ends = np.isin(np.arange(len(vectors)), last)
+        scores = []
+        for at in range(0, len(vectors), _BATCH):
+            part = slice(at, at + _BATCH)
+            scores.append(self._decode(vectors[part], place[part], number_of[part], ends[part]))
+        for number, prompt in prompts:
+            self._keep(number, prompt)
+        return torch.cat(scores)
+
+    def step(self, tokens: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Read one token into each of several sequences.
+
+        Args:
+            tokens: the number of the sequence, the token's place in it, and the token.
+
+        Shape: -> (tokens, vocabulary), the scores of the tokens after them
+        """
+        number, place, ids = (np.asarray(each) for each in zip(*tokens, strict=True))
+        return self._decode(ids, place, number, np.ones(len(ids), dtype=bool))
+
+    def drop(self, number: int) -> None:
+        """Empty a sequence."""
+        self._llama.llama_memory_seq_rm(self._memory, number, -1, -1)
+
+    def clear(self) -> None:
+        """Empty all sequences."""
+        self._kept = []
+        self._llama.llama_memory_clear(self._memory, True)
+
+    def _about(self, field: str) -> str:
+        text = ctypes.create_string_buffer(256)
+        self._llama.llama_model_meta_val_str(self._model, field.encode(), text, len(text))
+        return str(text.value.decode(errors="replace"))
+
+    def _vectors(self, piece: Tensor) -> Any:
+        """A prompt's piece as llama.cpp takes embeddings: float32 (length, dim)."""
+        import gguf
+
+        if piece.is_floating_point():
+            return piece.float().cpu().numpy() * np.float32(self._vector_scale)
+        rows = gguf.quants.dequantize(self._table.data[piece.numpy()], self._table.tensor_type)
+        return rows.astype(np.float32).reshape(len(piece), self._dim) * np.float32(self._row_scale)
+
+    def _reuse(self, number: int, prompt: Prompt) -> int:
+        """Copy what is kept of an earlier prompt's beginning into a sequence; returns how many positions."""
+        new = _beginning(prompt)[: prompt.length - 1]  # the last position is read, for its scores
+        same = next((at for at, (a, b) in enumerate(zip(self._kept, new, strict=False)) if a != b), None)
+        same = min(len(self._kept), len(new)) if same is None else same
+        if same:
+            self._llama.llama_memory_seq_cp(self._memory, self._sequences, number, 0, same)
+        return same
+
+    def _keep(self, number: int, prompt: Prompt) -> None:
+        new = _beginning(prompt)
+        if self._keeps and new != self._kept:
+            self.drop(self._sequences)
+            self._llama.llama_memory_seq_cp(self._memory, number, self._sequences, 0, len(new))
+            self._kept = new
+
+    def _decode(self, inputs: Any, places: Any, numbers: Any, wanted: Any) -> Tensor:
+        """One pass over ids (length,) or vectors (length, dim); returns the scores at the wanted positions."""
+        count, batch = len(inputs), self._batches[inputs.ndim - 1]
+        if count > _BATCH or numbers.max() >= self._sequences or places.max() >= self.size:
+            raise CtxCompressError(f"{count} positions up to {places.max()} in {self._sequences} sequences: too many")
+        batch.n_tokens = count
+        target = batch.embd if inputs.ndim == 2 else batch.token
+        np.ctypeslib.as_array(target, (inputs.size,))[:] = inputs.reshape(-1)
+        np.ctypeslib.as_array(batch.pos, (count,))[:] = places
+        np.ctypeslib.as_array(batch.n_seq_id, (count,))[:] = 1
+        np.ctypeslib.as_array(batch.logits, (count,))[:] = wanted
+        for at, number in enumerate(numbers.tolist()):
+            batch.seq_id[at][0] = number
+        if (code := self._llama.llama_decode(self._context, batch)) != 0:
+            self.clear()
+            raise CtxCompressError(f"llama.cpp could not read {count} positions (llama_decode returned {code})")
+        rows = [self._llama.llama_get_logits_ith(self._context, at) for at in np.flatnonzero(wanted).tolist()]
+        scores = [torch.from_numpy(np.ctypeslib.as_array(row, (self._vocabulary,)).copy()) for row in rows]
+        return torch.stack(scores) if scores else torch.empty(0, self._vocabulary)
+
+
+def _call_all(frees: list[Callable[[], None]]) -> None:
+    while frees:
+        frees.pop()()
+
+
+def _beginning(prompt: Prompt) -> list[int]:
+    first = prompt.pieces[0]
+    return [] if first.is_floating_point() else first[:_KEPT].tolist()
