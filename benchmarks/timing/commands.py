@@ -1,4 +1,4 @@
-"""Commands that time: time-index, time-callers, time-generate, time-first-token, time-training."""
+"""Commands that time: indexing, callers, bare generation, first tokens, engines, training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ctx_compress_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.decoding.decoder import Decoder
+    from ctx_compress_rag.store import SoftContextStore
 
 Text = Annotated[str, typer.Argument(metavar="FILE", help="A text, which is cut into passages.")]
 Tokens = Annotated[int, typer.Option(metavar="N", min=8, help="Maximum per passage.")]
@@ -128,6 +130,85 @@ def time_first_token(
     ratios = [ratio for ratio in opened.config.ratios if ratio <= 16]
     found = first_token(opened, sorted(chunks, key=len)[-prompt:], ratios, 5, decoder)
     _report(output, "first_token", first_token_table(found), {str(r): asdict(first) for r, first in found.items()})
+
+
+Weights = Annotated[list[str], typer.Option(metavar="W", help="Types of llama.cpp's weights.")]
+
+
+@command("book.txt --bundle smollm2-135m", lab)
+def time_engines(
+    text: Text,
+    bundle: AnyBundle = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(metavar="N", min=8, help="Maximum per passage.")] = 400,
+    weights: Weights = ["BF16", "Q4_0"],  # noqa: B006
+    rounds: Annotated[int, typer.Option(metavar="N", min=1)] = 5,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Time llama.cpp against transformers: one and four passages at 4x, 16x and as text, one caller and eight."""
+    import tempfile
+    from secrets import token_hex
+
+    from benchmarks.timing.concurrency import endless
+    from benchmarks.timing.engines import compare_speed, speed_table
+    from ctx_compress_rag.evaluation.answering import prompt_of
+    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.store import SoftContextStore
+
+    opened, chunks = _open(text, bundle, tokens)
+    longest = sorted(chunks, key=len)[-32:]
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, opened) as store, endless(opened):
+        store.ensure(longest)
+        prompts = {}
+        for count in (1, 4):
+            parts = [longest[at : at + count] for at in range(0, 8 * count, count)]
+            for ratio in (16, 4, None):
+                shown = parts if ratio is None else [mark(store, part, ratio=ratio) for part in parts]
+                kind = f"{count} passage{'s' * (count > 1)}, {'text' if ratio is None else f'{ratio}x'}"
+                ask = [f"What is it about ({token_hex(4)})?" for _ in shown]
+                prompts[kind] = [prompt_of("{context}\n\nQuestion: {question}", part, q) for part, q in zip(shown, ask)]
+        decoders = _engines(opened, store, weights)
+        found = compare_speed(decoders, prompts, rounds)
+        positions = {kind: decoders["transformers"].count_chat_tokens(chats[0]) for kind, chats in prompts.items()}
+    lengths = ", ".join(f"{kind}: {length}" for kind, length in positions.items())
+    record = {f"{kind}; {label}": times for (kind, label), times in found.items()}
+    _report(output, "engines", f"Positions: {lengths}\n\n{speed_table(found)}", record)
+
+
+@command("squad.jsonl --questions 300", lab)
+def compare_engines(
+    data: Annotated[list[str], typer.Argument(metavar="FILE", help="Question sets (JSON lines).")],
+    bundle: AnyBundle = "smollm2-135m",
+    questions: Annotated[int, typer.Option(metavar="N", min=2, help="How many, an equal share of each file.")] = 300,
+    ratio: Annotated[int, typer.Option(metavar="R")] = 4,
+    weights: Weights = ["BF16", "Q8_0", "Q4_0"],  # noqa: B006
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Compare llama.cpp's greedy answers from soft contexts with those of transformers: how many are equal, and F1."""
+    from dataclasses import asdict
+
+    import chromadb
+
+    from benchmarks.timing.engines import answers_table, compare_answers
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.data.examples import read_jsonl, spread
+    from ctx_compress_rag.evaluation.questions import questions_of
+    from ctx_compress_rag.store import SoftContextStore
+
+    quiet_models()
+    opened = Bundle.from_pretrained(bundle)
+    asked = [q for file in data for q in spread(questions_of(read_jsonl(file)), questions // len(data))]
+    store = SoftContextStore(chromadb.EphemeralClient(), opened, collection="engines")
+    found = compare_answers(_engines(opened, store, weights), store, asked, ratio)
+    _report(output, "engines_answers", answers_table(found), {name: asdict(each) for name, each in found.items()})
+
+
+def _engines(bundle: Bundle, store: SoftContextStore, weights: list[str]) -> dict[str, Decoder]:
+    from ctx_compress_rag.decoding.decoder import Decoder
+
+    decoders = {"transformers": Decoder(bundle, store)}
+    for each in weights:
+        decoders[f"llama.cpp {each}"] = Decoder(bundle, store, engine="llama.cpp", weights=each)
+    return decoders
 
 
 @command("book.txt", lab)

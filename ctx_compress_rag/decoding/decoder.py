@@ -25,9 +25,11 @@ class EngineOptions(TypedDict, total=False):
     """Options of the engines; each engine takes its own.
 
     Attributes:
-        batch_size: transformers: most prompts in a forward pass; 8 by default.
+        batch_size: transformers: most prompts in a forward pass; llama.cpp: most answers at a time; 8 by default.
         merge: transformers: keep a second copy of the weights that the reader's LoRA changes, with the LoRA merged
             into them: faster, and the last bits of scores may differ.
+        weights: llama.cpp: "BF16" (default), "F32", "Q8_0" or "Q4_0", or the folder of `ctx-compress export`.
+        context_size: llama.cpp: most positions that all prompts and answers have together; 4096 by default.
         api_key: a server's key.
         timeout: most seconds to wait for a server's first token, and from one token to the next; 120 by default.
         max_retries: how often a request is sent again if a server cannot be reached, is busy or fails, but never after
@@ -36,12 +38,14 @@ class EngineOptions(TypedDict, total=False):
 
     batch_size: int
     merge: bool
+    weights: str
+    context_size: int
     api_key: str | None
     timeout: float
     max_retries: int
 
 
-_OPTIONS = {"transformers": ("batch_size", "merge")}
+_OPTIONS = {"transformers": ("batch_size", "merge"), "llama.cpp": ("weights", "context_size", "batch_size")}
 _SERVER_OPTIONS = ("api_key", "timeout", "max_retries")
 
 
@@ -176,6 +180,10 @@ def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:
         if not isinstance(bundle, Bundle):
             raise ConfigError(f"engine={engine!r} needs a bundle: this is a decoder alone")
         return VllmEngine(bundle, engine, **options)  # type: ignore[misc]
+    if engine == "llama.cpp":
+        from ctx_compress_rag.decoding.engines.llama_cpp import LlamaCppEngine
+
+        return LlamaCppEngine(bundle, **options)  # type: ignore[misc]
     from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
 
     return TransformersEngine(bundle, **options)  # type: ignore[misc]

@@ -91,9 +91,15 @@ class _Group:
         self._leave([row for row in self.rows if row.canceled.is_set()])
         if self.rows:
             ids = [row.answering.ids for row in self.rows]
-            self._take(self.rows, self.context.step([
-                (row.number, row.prompt.length + len(own) - 1, own[-1]) for row, own in zip(self.rows, ids, strict=True)
-            ]))
+            self._take(
+                self.rows,
+                self.context.step(
+                    [
+                        (row.number, row.prompt.length + len(own) - 1, own[-1])
+                        for row, own in zip(self.rows, ids, strict=True)
+                    ]
+                ),
+            )
 
     def fail(self, error: BaseException) -> None:
         """Give all rows that are being answered an error."""

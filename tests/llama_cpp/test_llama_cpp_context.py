@@ -1,0 +1,99 @@
+"""Vectors and tokens read by llama.cpp give the scores that transformers gives, whatever the family does to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
+from ctx_compress_rag.prompt import Prompt
+from helpers.architectures import random_ids
+from helpers.gguf_families import FAMILIES, tiny_model, write_family
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, LlamaCppContext]:
+    """A family's name, a model, and the same model in llama.cpp."""
+    name = request.param
+    model, file = tiny_model(name), tmp_path_factory.mktemp("family") / "tiny.gguf"
+    write_family(model, name, file, "right")
+    return name, model, LlamaCppContext(file, "right", 64, model.config.vocab_size, 200, 3)
+
+
+def scores(model: Any, pieces: list[torch.Tensor]) -> torch.Tensor:
+    embed = model.get_input_embeddings()
+    vectors = torch.cat([piece if piece.is_floating_point() else embed(piece) for piece in pieces])
+    with torch.no_grad():
+        found: torch.Tensor = model(inputs_embeds=vectors.unsqueeze(0)).logits[0, -1]
+    return found
+
+
+def test_scores_are_those_of_transformers(opened: tuple[str, Any, LlamaCppContext]) -> None:
+    """Longer than the sliding windows; sequences of one pass do not see each other."""
+    name, model, context = opened
+    ids = random_ids(name, [20, 7, 9, 3])
+    rms = model.get_input_embeddings()(ids[0]).square().mean().sqrt()
+    torch.manual_seed(0)
+    vectors = [torch.randn(length, 64) * rms for length in (5, 11)]
+    prompts = [[ids[0], vectors[0], ids[1]], [ids[2], vectors[0], ids[3], vectors[1]], [vectors[1], ids[1]]]
+    for _ in range(2):  # the second time with what was kept of the last prompt's beginning
+        found = context.read([(number, Prompt.of(*pieces)) for number, pieces in enumerate(prompts)])
+        tokens = [int(row.argmax()) for row in found]
+        next_found = context.step([(n, sum(map(len, prompts[n])), token) for n, token in enumerate(tokens)])
+        for pieces, token, now, after in zip(prompts, tokens, found, next_found, strict=True):
+            expected = scores(model, pieces)
+            torch.testing.assert_close(now, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+            expected = scores(model, [*pieces, torch.tensor([token])])
+            torch.testing.assert_close(after, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+        for number in range(3):
+            context.drop(number)
+
+
+def test_a_prompts_beginning_is_kept(opened: tuple[str, Any, LlamaCppContext], monkeypatch: Any) -> None:
+    name, _, context = opened
+    ids = random_ids(name, [30, 4, 5], seed=1)
+    context.clear()
+    read = []
+    monkeypatch.setattr(
+        context,
+        "_decode",
+        lambda inputs, *rest: read.append(len(inputs)) or LlamaCppContext._decode(context, inputs, *rest),
+    )
+    for last in (ids[1], ids[2]):
+        context.read([(0, Prompt.of(torch.cat([ids[0], last])))])
+        context.drop(0)
+    context.read([(0, Prompt.of(torch.cat([ids[0], ids[2]])))])
+    context.drop(0)
+    assert read == [34, 5, 1]
+
+
+def test_what_would_end_the_process_is_refused(opened: tuple[str, Any, LlamaCppContext]) -> None:
+    _, model, context = opened
+    size = model.config.vocab_size
+    for piece in (torch.zeros(2, 63), torch.tensor([size]), torch.tensor([-1])):
+        with pytest.raises(ConfigError, match=r"width 64|decoder's"):
+            context.check(Prompt.of(torch.tensor([1]), piece))
+    for number, place in ((3, 0), (0, 200)):
+        with pytest.raises(CtxCompressError, match="too many"):
+            context.step([(number, place, 1)])
+
+
+def test_files_of_other_weights_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    model, file = tiny_model("Llama"), tmp_path / "tiny.gguf"
+    write_family(model, "Llama", file, "right")
+    size = model.config.vocab_size
+    for expected in (("wrong", 64, size), ("right", 32, size), ("right", 64, size + 1)):
+        with pytest.raises(BundleError, match="another bundle"):
+            LlamaCppContext(file, *expected, 100, 1)
+    content = file.read_bytes()
+    for damaged in (content[:500], content[:-100], b"GGUF" + content[200:], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(BundleError, match=r"tiny\.gguf"):
+            LlamaCppContext(file, "right", 64, size, 100, 1)
+    file.unlink()
+    with pytest.raises(BundleError, match="export"):
+        LlamaCppContext(file, "right", 64, size, 100, 1)
