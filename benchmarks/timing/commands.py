@@ -146,7 +146,6 @@ def time_engines(
 ) -> None:
     """Time llama.cpp against transformers: one and four passages at 4x, 16x and as text, one caller and eight."""
     import tempfile
-    from secrets import token_hex
 
     from benchmarks.timing.concurrency import endless
     from benchmarks.timing.engines import compare_speed, speed_table
@@ -164,11 +163,13 @@ def time_engines(
             for ratio in (16, 4, None):
                 shown = parts if ratio is None else [mark(store, part, ratio=ratio) for part in parts]
                 kind = f"{count} passage{'s' * (count > 1)}, {'text' if ratio is None else f'{ratio}x'}"
-                ask = [f"What is it about ({token_hex(4)})?" for _ in shown]
-                prompts[kind] = [prompt_of("{context}\n\nQuestion: {question}", part, q) for part, q in zip(shown, ask)]
+                asked = "What is it about?"
+                prompts[kind] = [prompt_of(opened.config.template, part, asked) for part in shown]
         decoders = _engines(opened, store, weights)
         found = compare_speed(decoders, prompts, rounds)
-        positions = {kind: decoders["transformers"].count_chat_tokens(chats[0]) for kind, chats in prompts.items()}
+        positions = {
+            kind: decoders["transformers"].preparer.count_chat_tokens(chats[0]) for kind, chats in prompts.items()
+        }
     lengths = ", ".join(f"{kind}: {length}" for kind, length in positions.items())
     record = {f"{kind}; {label}": times for (kind, label), times in found.items()}
     _report(output, "engines", f"Positions: {lengths}\n\n{speed_table(found)}", record)
@@ -198,7 +199,7 @@ def compare_engines(
     opened = Bundle.from_pretrained(bundle)
     asked = [q for file in data for q in spread(questions_of(read_jsonl(file)), questions // len(data))]
     store = SoftContextStore(chromadb.EphemeralClient(), opened, collection="engines")
-    found = compare_answers(_engines(opened, store, weights), store, asked, ratio)
+    found = compare_answers(_engines(opened, store, weights), store, asked, ratio, opened.config.template)
     _report(output, "engines_answers", answers_table(found), {name: asdict(each) for name, each in found.items()})
 
 

@@ -40,14 +40,14 @@ class Compared:
 
 
 def compare_answers(
-    decoders: Mapping[str, Decoder], store: SoftContextStore, questions: Sequence[Question], ratio: int
+    decoders: Mapping[str, Decoder], store: SoftContextStore, questions: Sequence[Question], ratio: int, template: str
 ) -> dict[str, Compared]:
-    """Have every engine answer every question from its passages at a ratio; the first engine is what others are compared with."""
+    """Have every engine answer every question from its passages at a ratio, and compare with the first engine."""
     sampling = Sampling(max_tokens=32, logprobs=True, top_logprobs=2)
     given: dict[str, list[Generation]] = {name: [] for name in decoders}
     for question in questions:
         store.ensure(list(question.passages))
-        chat = prompt_of(store.bundle.config.template, mark(store, question.passages, ratio=ratio), question.question)
+        chat = prompt_of(template, mark(store, question.passages, ratio=ratio), question.question)
         for name, decoder in decoders.items():
             given[name] += decoder.generate([chat], sampling)
     first = next(iter(given.values()))

@@ -118,7 +118,7 @@ def export_gguf(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str
 
 def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
     """What one side adds to each of the decoder's weights that it changes, by transformers' names, in float32."""
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     backbone, reader = bundle.backbone, bundle.reader
     if side == "reader" and reader.own is not None:
@@ -128,11 +128,14 @@ def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
     if adapter not in backbone.adapters:
         return {}
     added = {}
-    for name, layer in backbone.model.named_modules():
-        if isinstance(layer, LoraLayer) and adapter in layer.scaling:
+    layers: list[tuple[str, Any]] = [
+        (name, module) for name, module in backbone.model.named_modules() if isinstance(module, BaseTunerLayer)
+    ]
+    for name, layer in layers:
+        if adapter in layer.scaling:
             if layer.use_dora.get(adapter):
                 raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
-            added[f"{name_without_peft(name)}.weight"] = layer.get_delta_weight(adapter).float()  # type: ignore[operator]
+            added[f"{name_without_peft(name)}.weight"] = layer.get_delta_weight(adapter).float()
     return added
 
 

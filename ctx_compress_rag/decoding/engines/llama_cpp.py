@@ -18,7 +18,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import Answering
-from ctx_compress_rag.decoding.engines.gguf_weights import digest, gguf_weights, sides
+from ctx_compress_rag.decoding.engines.gguf_weights import Side, digest, gguf_weights, sides
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.errors import ConfigError
@@ -149,8 +149,8 @@ class LlamaCppEngine:
         self, bundle: PlainDecoder, weights: str = "BF16", context_size: int = 4096, batch_size: int = 8
     ) -> None:
         load_llama_cpp()
-        if not isinstance(bundle, Bundle):
-            raise ConfigError("engine='llama.cpp' needs a bundle: a decoder alone has no GGUF files of its own")
+        if type(bundle) is not Bundle:
+            raise ConfigError(f"engine='llama.cpp' runs a bundle as it was saved, not a {type(bundle).__name__}")
         self._bundle = bundle
         self._batch_size = as_positive_int("batch_size", batch_size)
         size = as_positive_int("context_size", context_size)
@@ -211,7 +211,7 @@ class LlamaCppEngine:
 
     def _group(self, soft: bool) -> _Group:
         """The group of prompts with or without slots; its model is loaded on first use."""
-        side = "reader" if soft and "reader" in self._sides else "text"
+        side: Side = "reader" if soft and "reader" in self._sides else "text"
         with self._changed:
             if self._closed:
                 raise _CLOSED

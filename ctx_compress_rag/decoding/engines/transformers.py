@@ -37,6 +37,7 @@ class TransformersEngine:
 
     def __init__(self, bundle: PlainDecoder, batch_size: int = BATCH_SIZE, merge: bool = False) -> None:
         self._bundle = bundle
+        _ = bundle.backbone.model  # loaded now rather than by the first question
         self.batch_size = as_positive_int("batch_size", batch_size)
         self._merge = merge
         if merge:
