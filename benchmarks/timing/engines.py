@@ -44,12 +44,10 @@ def compare_answers(
 ) -> dict[str, Compared]:
     """Have every engine answer every question from its passages at a ratio, and compare with the first engine."""
     sampling = Sampling(max_tokens=32, logprobs=True, top_logprobs=2)
-    given: dict[str, list[Generation]] = {name: [] for name in decoders}
     for question in questions:
         store.ensure(list(question.passages))
-        chat = prompt_of(template, mark(store, question.passages, ratio=ratio), question.question)
-        for name, decoder in decoders.items():
-            given[name] += decoder.generate([chat], sampling)
+    chats = [prompt_of(template, mark(store, q.passages, ratio=ratio), q.question) for q in questions]
+    given = {name: decoder.generate(chats, sampling) for name, decoder in decoders.items()}
     first = next(iter(given.values()))
     truth = [token_f1(answer.text, q.answers) for answer, q in zip(first, questions, strict=True)]
     found = {}
