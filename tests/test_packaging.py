@@ -30,7 +30,7 @@ INTEGRATIONS = ROOT / "integrations"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LANGCHAIN = "langchain_ctx_compress"
 LLAMA_INDEX = ("llama_index.postprocessor.ctx_compress", "llama_index.llms.ctx_compress")
-OWNERS = importlib.metadata.packages_distributions()
+OWNERS = {"llama_cpp": ["llama-cpp-python"]} | importlib.metadata.packages_distributions()  # installed apart
 EXTRAS = PROJECT["optional-dependencies"]
 ORDER = [
     "errors", "extras", "strict", "json_files", "process_bound", "prompt", "soft_context", "text", "models", "data",
@@ -126,7 +126,7 @@ def test_core_modules_import_only_what_is_declared(file: Path) -> None:
     core = declared(PROJECT["dependencies"])
     if file.parent.name == "server":  # the server's own room; no other imports it before it is asked for
         core |= declared(EXTRAS["serve"])
-    extras = ("train", "gguf", "sentences", "index", "serve")
+    extras = ("train", "gguf", "llama-cpp", "sentences", "index", "serve")
     optional = declared(*(EXTRAS[name] for name in extras))
     assert foreign_distributions(file, at_import_time=True) <= core
     assert foreign_distributions(file, at_import_time=False) <= core | optional

@@ -1,8 +1,8 @@
-"""`ctx-compress export`: a bundle's decoder for vLLM."""
+"""`ctx-compress export`: a bundle's decoder for vLLM or llama.cpp."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,15 +14,30 @@ from ctx_compress_rag.cli.shared import quiet_models
 def export(
     bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")],
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to write.")],
+    engine: Annotated[Literal["vllm", "llama.cpp"], typer.Option(help="What reads it.")] = "vllm",
+    weights: Annotated[
+        Literal["F32", "BF16", "Q8_0", "Q4_0"], typer.Option(help="Type of llama.cpp's weights.")
+    ] = "BF16",
 ) -> None:
-    """Write a bundle's decoder for vLLM.
+    """Write a bundle's decoder for vLLM or llama.cpp.
 
-    Also writes its LoRA adapters, and prints the command that serves both.
+    For vLLM, also writes its LoRA adapters, and prints the command that serves both. For llama.cpp, writes GGUF files
+    with the LoRA merged; if the decoder is no GGUF file, merged checkpoints, and prints llama.cpp's commands that
+    convert them.
     """
     import shlex
+    from pathlib import Path
 
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.decoding import export as exporting
 
     quiet_models()
-    print(shlex.join(exporting.export(Bundle.from_pretrained(bundle), folder)))
+    opened = Bundle.from_pretrained(bundle)
+    if engine == "llama.cpp":
+        from ctx_compress_rag.decoding.engines.gguf_weights import export_gguf
+
+        for line in export_gguf(opened, Path(folder), weights):
+            print(line)
+        return
+    from ctx_compress_rag.decoding import export as exporting
+
+    print(shlex.join(exporting.export(opened, folder)))

@@ -71,7 +71,9 @@ Dtype = Annotated[
 ]
 Engine = Annotated[
     str,
-    typer.Option(metavar="NAME", help="What runs the decoder: transformers, or a vLLM server's address (see export)."),
+    typer.Option(
+        metavar="NAME", help="What runs the decoder: transformers, llama.cpp, or a vLLM server's address (see export)."
+    ),
 ]
 ServerKey = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The API key of a vLLM server.")

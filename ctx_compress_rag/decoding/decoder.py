@@ -58,8 +58,8 @@ class Decoder:
     Args:
         bundle: the bundle, or a decoder alone, which reads no markers.
         store: the store of the markers' passages; without one, markers are literal text.
-        engine: what runs the decoder: "transformers", in this process, or the address of a vLLM server that was started
-            as `ctx-compress export` says.
+        engine: what runs the decoder: "transformers" or "llama.cpp", in this process, or the address of a vLLM server
+            that was started as `ctx-compress export` says.
         on_unreadable: what to do with a marker whose slots cannot be read (its key or scope is another one, it was
             changed, its passage is gone or damaged): "error" raises; "text" reads the passage's text if the store
             has it, else the marker as literal text, with a warning.

@@ -34,11 +34,14 @@ class DecoderLLM(SamplingOptions):
             else the marker as literal text, with a warning.
         scope: tenant or user whose markers are read; None takes that of `ctx_compress_rag.store.marker.scope`, or the
             store's.
-        engine: what runs the decoder: "transformers", in this process, or the address of a vLLM server (see
-            `ctx-compress export`).
-        batch_size: with transformers, maximum number of prompts in a forward pass.
+        engine: what runs the decoder: "transformers" or "llama.cpp", in this process, or the address of a vLLM server
+            (see `ctx-compress export`).
+        batch_size: with transformers, maximum number of prompts in a forward pass; with llama.cpp, of answers at a
+            time.
         merge: with transformers, keep a second copy of the weights that the reader's LoRA changes, with the LoRA merged
             into them: faster, and the last bits of scores may differ.
+        weights: with llama.cpp, "BF16", "F32", "Q8_0" or "Q4_0", or a folder that `ctx-compress export` wrote.
+        context_size: with llama.cpp, maximum positions of all prompts and answers together.
         api_key: a server's key.
         timeout: maximum seconds to wait for a server's first token, and from one token to the next.
         max_retries: how often a request is sent again if a server is unreachable, busy or fails.
@@ -62,6 +65,8 @@ class DecoderLLM(SamplingOptions):
     engine: str = Field(default="transformers", frozen=True)
     batch_size: int = Field(default=8, ge=1, frozen=True)
     merge: bool = Field(default=False, frozen=True)
+    weights: str = Field(default="BF16", frozen=True)
+    context_size: int = Field(default=4096, ge=1, frozen=True)
     api_key: SecretStr | None = Field(default=None, exclude=True, frozen=True)
     timeout: float = Field(default=120.0, frozen=True)
     max_retries: int = Field(default=2, frozen=True)
