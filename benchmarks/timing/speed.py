@@ -171,9 +171,14 @@ def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
     return measured(rows)
 
 
-def random_bundle(tokenizer: Any) -> Bundle:
-    """A mean-pooling bundle on a Llama of about 110 M parameters with random weights, for timing only."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def random_bundle(tokenizer: Any, shape: tuple[int, int, int, int] = (768, 2048, 12, 12)) -> Bundle:
+    """A mean-pooling bundle on a Llama with random weights, for timing only.
+
+    Args:
+        tokenizer: the decoder's.
+        shape: the decoder's width, that of its MLPs, its layers and heads; by default about 110 M parameters.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     from ctx_compress_rag.bundle.config import BundleConfig
     from ctx_compress_rag.methods.mean_pooling import MeanPoolingConfig
@@ -182,20 +187,21 @@ def random_bundle(tokenizer: Any) -> Bundle:
 
     device, dtype = choose_device()
     torch.manual_seed(0)
-    shape = LlamaConfig(
+    width, inner, layers, heads = shape
+    llama = LlamaConfig(
         vocab_size=max(32_000, len(tokenizer)),
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model: Any = LlamaForCausalLM(shape)
-    model.to(device, dtype)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(llama, dtype=dtype)
     config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], max_tokens=1024)
     bundle = Bundle.build(config, Backbone(model.eval(), tokenizer))
     bundle.reader.initialize(1.0)

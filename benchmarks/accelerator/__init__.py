@@ -1,0 +1,1 @@
+"""All that needs an accelerator, by one command."""
