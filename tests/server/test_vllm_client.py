@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -169,9 +170,15 @@ def test_the_servers_window_holds(fake: FakeVllm, there: Decoder, talkative: Any
 
 def test_impossible_options(talkative: Any) -> None:
     options: dict[str, Any]
-    for options in ({"engine": "localhost:8000"}, {"timeout": 0}, {"timeout": float("nan")}, {"max_retries": -1}):
+    odd = ("localhost:8000", "http://", "http://256.256.256.256", "http://[::1]:99999", "http://[::1", "http://host:x")
+    for options in (
+        *({"engine": address} for address in odd),
+        {"timeout": 0},
+        {"timeout": float("nan")},
+        {"max_retries": -1},
+    ):
         [(name, value)] = options.items()
-        with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+        with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}")):
             Decoder(talkative, **{"engine": "http://127.0.0.1:1", **options})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import os
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store.key import KEY_FILE
+from ctx_compress_rag.store.record import Labels
 from ctx_compress_rag.store.scope import record_id
 from helpers.store import WordBundle, add, assert_same, passage
 
@@ -79,7 +81,8 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
         assert store.discard_damaged() == []
 
 
-def test_a_record_of_another_collection_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_record_of_another_collection_is_refused(tmp_path: Path, labels: bool) -> None:
     bundle = WordBundle()
     with (
         SoftContextStore(tmp_path, bundle, key=KEY) as store,
@@ -87,12 +90,17 @@ def test_a_record_of_another_collection_is_refused(tmp_path: Path) -> None:
     ):
         add(store, 1)
         other.add([passage(7)], ["p0"], progress=False)
-        theirs = chromadb.PersistentClient(tmp_path).get_collection("other-ctx", embedding_function=None)
-        records(tmp_path).update(ids=theirs.get()["ids"], metadatas=theirs.get()["metadatas"])
+        theirs: Any = chromadb.PersistentClient(tmp_path).get_collection("other-ctx", embedding_function=None).get()
+        row = {key: value for key, value in theirs["metadatas"][0].items() if (key in fields_of(Labels)) == labels}
+        records(tmp_path).update(ids=theirs["ids"], metadatas=[row])
         for read in (lambda: store.get(["p0"]), lambda: store.get_passages(["p0"]), lambda: store.markers(["p0"], 4)):
-            with pytest.raises(PayloadError, match="'p0' is damaged.*collection"):
+            with pytest.raises(PayloadError, match="'p0'.*collection"):
                 read()
         assert store.discard_damaged() == ["p0"] and other.damaged() == []
+
+
+def fields_of(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def test_a_sample_of_records_shows_another_key(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -68,12 +69,17 @@ class VllmEngine:
             import openai
         self._openai: Any = openai
         # A key of its own: without one, the client would send the user's OPENAI_API_KEY to this server.
-        self._client: Any = openai.AsyncOpenAI(
-            base_url=f"{self.server}/v1",
-            api_key=api_key or "none",
-            timeout=openai.Timeout(timeout, connect=min(timeout, 10.0)),
-            max_retries=max_retries,
-        )
+        try:
+            if not urlsplit(server).hostname or urlsplit(server).port == 0:
+                raise ValueError("it names no host or port")
+            self._client: Any = openai.AsyncOpenAI(
+                base_url=f"{self.server}/v1",
+                api_key=api_key or "none",
+                timeout=openai.Timeout(timeout, connect=min(timeout, 10.0)),
+                max_retries=max_retries,
+            )
+        except Exception as error:  # InvalidURL is no common class of the client's versions
+            raise ConfigError(f"engine={server!r} is no address ({error}): give one, as http://host:8000") from error
 
     @property
     def identity(self) -> Mapping[str, str]:
