@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from textwrap import indent
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.store import SoftContextStore
 
 
 @command('"How long does the warranty last?" --ratio 8')
@@ -93,6 +96,17 @@ def ask(
                 print(shared.printable(piece if begun else piece.lstrip()), end="", flush=True)
                 begun = begun or bool(piece.strip())
             else:
-                print(f"\n\n{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
+                shares = enumerate([share(opened.store, each) for each in texts], 1)
+                shown = (f"[{place}] {each}" for place, each in shares if each)
+                print(f"\n\n{'Quoted' if extractive else 'Free answer'}, from {', '.join(shown)}.")
+                print(f"{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
     for number, hit in enumerate(hits, 1):
         print(shared.printable(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}"))
+
+
+def share(store: SoftContextStore, shown: str) -> str:
+    """What the prompt has of a passage: "text", "14 slots", "text and 14 slots", or ""."""
+    parts = store.split(shown)
+    slots = sum(0 if isinstance(part, str) else part.slots for part in parts)
+    text = any(isinstance(part, str) and part.strip() for part in parts)
+    return " and ".join([*["text"] * text, *[f"{slots} slots"] * (slots > 0)])

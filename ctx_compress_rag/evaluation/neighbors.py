@@ -20,7 +20,7 @@ class Neighbors:
         passages: where to look.
 
     Raises:
-        MissingExtraError: the `index` extra is not installed.
+        MissingExtraError: the `sentences` extra is not installed.
     """
 
     def __init__(self, passages: Sequence[str]) -> None:

@@ -30,8 +30,8 @@ class MarkingPostprocessor(BaseModel):
         text_share: the share of this budget, 0 to 1, for the sentences nearest to the question (MiniLM), as text; the
             rest is for slots of the most relevant passage, and passages with no share are dropped. Without scores, the
             first is the most relevant. 0 shows every passage as slots. None shows the share with which the bundle
-            answers best (`BundleConfig.text_share`) if there are several passages, a question, and the extra `index`,
-            else slots.
+            answers best (`BundleConfig.text_share`) if there are several passages, a question, and the extra
+            `sentences`, else slots.
         on_missing: what to do with a passage that the store cannot stand in for, each alone: "compress" and store it,
             or keep its text, with a warning, if that is impossible; raise an "error"; or keep its "text". See
             `ctx_compress_rag.marking.mark.OnMissing`.

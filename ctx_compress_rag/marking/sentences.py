@@ -18,7 +18,7 @@ def nearest(texts: Sequence[str], question: str, stored: Sequence[str] | None = 
         stored: what the store has of each text's sentences, "" for nothing: only the others are encoded.
 
     Raises:
-        MissingExtraError: the `index` extra, which has the splitter and MiniLM, is not installed.
+        MissingExtraError: the `sentences` extra, which has the splitter and MiniLM, is not installed.
     """
     parts = [sentences_of(text) for text in texts]
     vectors = [unpack(packed, len(own)) for packed, own in zip(stored or [""] * len(texts), parts, strict=True)]

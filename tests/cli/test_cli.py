@@ -196,6 +196,8 @@ def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path
     assert run("ask", QUESTION, "--store", store, "--k", 3, "--token-budget", 12) == 0
     slots = re.search(r", (\d+) of them slots", run.out)
     assert slots and 3 <= int(slots[1]) <= 10  # two separators beside them
+    assert run("ask", QUESTION, "--store", store, "--token-budget", 40, "--text-share", 0.5, "--free") == 0
+    assert re.search(r"\nFree answer, from .*text", run.out) and re.search(r"from .*\d slots", run.out)
 
 
 def test_ask_quotes_what_the_slots_stand_for(run: Any, store: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,13 +91,15 @@ def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Pat
         whole = sum(len(bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES)
         fitting = 0
         for budget in range(whole // 8, whole, whole // 8):
-            try:
-                shown = mark(store, PASSAGES, token_budget=budget)
-            except RatioError as error:
-                assert str(budget) in str(error)
-                continue
-            fitting += 1
-            assert sum(len(decoder.preparer.token_ids(text)) for text in shown) <= budget
+            for share in (0, 0.5, 1):
+                try:
+                    options: dict[str, Any] = {"token_budget": budget, "text_share": share}
+                    shown = mark(store, PASSAGES, question=TEXTS["question"], **options)
+                except RatioError as error:
+                    assert str(budget) in str(error)
+                    continue
+                fitting += share < 1 and "[[ctx:" in "".join(shown)
+                assert len(decoder.preparer.token_ids("\n\n".join(filter(None, shown)))) <= budget
         assert fitting
 
 
