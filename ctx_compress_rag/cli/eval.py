@@ -41,6 +41,8 @@ def eval_(
     max_tokens: shared.AnswerTokens = None,
     extractive: shared.Extractive = None,
     batch_size: shared.BatchSize = 16,
+    engine: shared.Engine = "transformers",
+    server_key: shared.ServerKey = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     output: shared.Output = "ctx-compress-eval",
@@ -78,5 +80,7 @@ def eval_(
         max_tokens=max_tokens,
         extractive=extractive,
         batch_size=batch_size,
+        engine=engine,
+        api_key=server_key,
     )
     print("\n\n".join(one.text for one in scored.values()), f"\n\nalso in {output}", sep="")

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.decoder import Decoder, EngineOptions, is_address
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import extract, truncate
@@ -65,7 +65,9 @@ class Asking(TypedDict, total=False):
         max_tokens: longest answer; None takes the bundle's, or 32.
         extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`);
             None takes the bundle's.
-        batch_size: questions per forward pass.
+        batch_size: questions per forward pass, or at a time; a server chooses its own.
+        engine: what runs the decoder, see `Decoder`.
+        api_key: the key of a server that is the engine.
     """
 
     sentences: bool
@@ -75,6 +77,8 @@ class Asking(TypedDict, total=False):
     max_tokens: int | None
     extractive: bool | None
     batch_size: int
+    engine: str
+    api_key: str | None
 
 
 Key = tuple[str, int | None]
@@ -90,6 +94,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
     return {
         "version": __version__,
         "fingerprint": bundle.fingerprint,
+        "engine": asking.get("engine", "transformers"),
         "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
         "questions_sha256": digest(questions),
         "template": asking.get("template") or bundle.config.template,
@@ -159,7 +164,11 @@ def each_store(
             tempfile.TemporaryDirectory() as folder,
             SoftContextStore(folder, bundle, codec=asking.get("codec"), ratio=base) as store,
         ):
-            decoder = Decoder(bundle, store, batch_size=asking.get("batch_size", 16))
+            engine = asking.get("engine", "transformers")
+            options: EngineOptions = {"batch_size": asking.get("batch_size", 16)}
+            if is_address(engine):
+                options = {"api_key": asking.get("api_key")}
+            decoder = Decoder(bundle, store, engine=engine, **options)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
             template = asking.get("template") or bundle.config.template
             yield group, Prompts(decoder, store, template, asking.get("shorteners", {}))

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.answering import (
     BEST,
     DEFAULT,
@@ -98,6 +99,11 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> N
     assert next(stores, None) is None
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     assert systems_of(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]
+
+
+def test_the_engine_is_the_one_that_is_asked_for(tiny_bundle: Any) -> None:
+    with pytest.raises(ConfigError, match="'nowhere'"):
+        evaluate(tiny_bundle, QUESTIONS, (4,), engine="nowhere", sentences=False, progress=False)
 
 
 def test_by_default_the_ratios_that_the_bundle_was_trained_for(tiny_bundle: Any) -> None:
