@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +12,13 @@ from torch import Tensor
 
 from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.stages.answer import LikelihoodLoss
 from ctx_compress_rag.training.stages.reconstruction import ReconstructionCollator
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
-from helpers.training import settings_of
 
 PASSAGES = [
     "Orla Reedwen keeps a goat. She lives in Kormoor.",
@@ -146,9 +142,3 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(bundle: Any) -> None:
         assert score.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
     assert len({round(math.log(score.value), 2) for score in made}) == 4  # what it is given shows
     assert perplexity_table(made).splitlines()[4] == f"| soft context | 4x | {made[2].value:.4g} |"
-
-
-@pytest.mark.parametrize("paraphrases", [["No place."], ["{context} twice {context}"], []])
-def test_impossible_paraphrases_are_refused(decoder: Path, tmp_path: Path, paraphrases: list[str]) -> None:
-    with pytest.raises(ConfigError, match="paraphrase"):
-        parse_recipe(settings_of(decoder, "reconstruction", tmp_path, paraphrases=paraphrases), "test")

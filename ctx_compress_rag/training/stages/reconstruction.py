@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, model_validator
-
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.text.templates import PARAPHRASES
@@ -21,29 +19,18 @@ class ReconstructionRecipe(CompressionRecipe):
     """The likelihood of passages reconstructed from their slots (ArcAligner, stage I, eq. 10).
 
     Each distinct passage of the data is a row of its own; questions are ignored. Passages, and so the answers, are
-    truncated to `data.max_context_tokens`.
-
-    Attributes:
-        paraphrases: prompts with {context} in place of the slots; one is drawn for each passage (table 7).
+    truncated to `data.max_context_tokens`. One of the paper's prompts is drawn for each (table 7).
     """
 
     asks = False
     recites = True
     stage: Literal["reconstruction"]
-    paraphrases: list[str] = Field(default=list(PARAPHRASES), min_length=1)
-
-    @model_validator(mode="after")
-    def _slots_have_a_place(self) -> ReconstructionRecipe:
-        for template in self.paraphrases:
-            if template.count("{context}") != 1:
-                raise ValueError(f"a paraphrase needs exactly one {{context}}: {template!r}")
-        return self
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         """The loss, what feeds it, and on what."""
         longest = self.data.max_context_tokens
         builder = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
-        return LikelihoodLoss(bundle), ReconstructionCollator(builder, self.paraphrases, longest, self.seed), examples
+        return LikelihoodLoss(bundle), ReconstructionCollator(builder, PARAPHRASES, longest, self.seed), examples
 
 
 class ReconstructionCollator(AnswerCollator):
