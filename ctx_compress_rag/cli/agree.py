@@ -49,6 +49,7 @@ def agree(
         title = f"{index.bundle.config.name}: {len(asked)} questions from {Path(questions).name}"
     agreement.save(compared, output, title)
     print(agreement.table(compared))
+    print(f"\n{agreement.advice(compared)}")
     if differing := agreement.worst(compared, worst):
         print(f"\nanswers that differ at the finest ratios:\n\n{agreement.as_text(differing)}")
     print(f"\n{title}; also in {output}")

@@ -82,9 +82,9 @@ def agreement(
 ) -> list[Agreement]:
     """Answer each question from full text, from soft context at each ratio and without context; compare the answers.
 
-    All answers are greedy. Soft contexts take the path that they take in an application: the store, its codec, markers
-    and the splice; missing passages are compressed and stored. The answers without context show what the scores are if
-    nothing is read.
+    All answers are greedy, and quotations if the bundle answers best so. Soft contexts take the path that they take in
+    an application: the store, its codec, markers and the splice; missing passages are compressed and stored. The
+    answers without context show what the scores are if nothing is read.
 
     This shows what compression changes, not what is right: a decoder that makes the same errors from text and from
     slots agrees with itself.
@@ -108,7 +108,8 @@ def agreement(
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
     decoder = Decoder(bundle, store, batch_size=batch_size)
     template = bundle.config.template
-    sampling = Sampling(max_tokens=max_tokens or bundle.config.answer_tokens)
+    tokens = max_tokens or bundle.config.answer_tokens
+    sampling = Sampling(max_tokens=tokens, extractive=bundle.config.extractive)
     wanted = [*(_served(bundle, store.base_ratio) if ratios is None else dict.fromkeys(ratios)), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}
     with tqdm(total=len(asked), desc="comparing answers", unit="question", disable=not progress) as bar:
@@ -202,6 +203,18 @@ def table(agreements: Sequence[Agreement]) -> str:
     ]
     whole = {"context": FULL, "prompt tokens": f"{np.mean([a.full_text_tokens for a in agreements]):.0f}"}
     return report.table([*rows, whole])
+
+
+def advice(agreements: Sequence[Agreement]) -> str:
+    """One sentence: the coarsest ratio whose answers agree with full text's as well as the finest's."""
+    groups = {ratio: [a.f1 for a in group] for ratio, group in _by_ratio(agreements).items() if ratio is not None}
+    finest = min(groups)
+    margin = standard_error(groups[finest]) if len(groups[finest]) > 1 else 0.0
+    close = [ratio for ratio, f1 in groups.items() if np.mean(f1) >= np.mean(groups[finest]) - margin]
+    return (
+        f"Use ratio {max(close)}: its answers agree with full text's as well as those of ratio {finest}, within the "
+        f"error (F1 {np.mean(groups[max(close)]):.2f}). Whether full text's are right, only you can say."
+    )
 
 
 def as_text(agreements: Sequence[Agreement]) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.evaluation.agreement import Agreement, Asked, agreement, as_text, save, table, worst
+from ctx_compress_rag.evaluation.agreement import Agreement, Asked, advice, agreement, as_text, save, table, worst
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import talkative_bundle
@@ -193,6 +193,8 @@ def test_table_has_means_and_standard_errors(tmp_path: Path) -> None:
     assert rows[0] == ["soft context 4x", "1 of 3", *both, "20"]
     assert [row[0] for row in rows] == ["soft context 4x", "soft context 8x", "no context", "full text"]
     assert rows[-1][-1] == "90" and {len(row) for row in rows} == {len(header)}
+    assert advice(CASES).startswith("Use ratio 4: ") and "F1 0.50" in advice(CASES)
+    assert advice([case("a", ratio, "x", 0.5, 0.1) for ratio in (4, 8, 16) for _ in "ab"]).startswith("Use ratio 16: ")
     save(CASES, tmp_path, "a test")
     assert [row["kl"] for row in json.loads((tmp_path / "agreement.json").read_text())] == [c.kl for c in CASES]
     assert (tmp_path / "agreement.md").read_text() == table(CASES) + "\n"
