@@ -56,8 +56,9 @@ def measure(
 def phases(decoder: Decoder, system: System, episode: Episode, sampling: Sampling) -> Phases:
     """Adapting to an episode's demonstrations, and answering its question."""
     chat = system.chat(episode)
-    return Phases(
-        lambda: system.adapt(decoder, episode),
-        lambda adapted: adapted.generate([chat], sampling),
-        lambda adapted: adapted.generate_apart(chat, sampling),
-    )
+
+    def apart(adapted: Decoder) -> object:
+        with adapted.bundle.backbone.lock:  # then it shares no passes
+            return adapted.generate([chat], sampling)
+
+    return Phases(lambda: system.adapt(decoder, episode), lambda adapted: adapted.generate([chat], sampling), apart)

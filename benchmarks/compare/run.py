@@ -251,9 +251,14 @@ def check_recipes(comparison: Comparison, folder: Path) -> None:
 
 
 def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe without the keys that say where things are; run.json has the hashes of the decoder and the files."""
-    data = {key: value for key, value in recipe["data"].items() if key not in ("files", "held_out")}
-    return {key: value for key, value in recipe.items() if key not in ("output", "bundle", "decoder")} | {"data": data}
+    """A recipe without what says where things are, and what a bundle fills in once an earlier stage has made it.
+
+    run.json has the hashes of the decoder and the files.
+    """
+    filled = ("templates", "max_answer_tokens") if "bundle" in recipe else ()
+    data = {key: value for key, value in recipe["data"].items() if key not in ("files", "held_out", *filled)}
+    places = ("output", "bundle", "decoder", "reads")
+    return {key: value for key, value in recipe.items() if key not in places} | {"data": data}
 
 
 def _write_recipes(job: EntryJob) -> None:
