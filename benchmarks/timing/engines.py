@@ -56,18 +56,18 @@ def compare_answers(
         pairs = [(one, other) for one, other in zip(first, answers, strict=True) if one.text != other.text]
         found[name] = Compared(
             same=len(answers) - len(pairs),
-            gaps=sorted(_gap(one, other) for one, other in pairs),
+            gaps=sorted(gap for one, other in pairs if (gap := _gap(one, other)) is not None),
             f1=f1,
             difference=[mine - theirs for mine, theirs in zip(f1, truth, strict=True)],
         )
     return found
 
 
-def _gap(one: Generation, other: Generation) -> float:
+def _gap(one: Generation, other: Generation) -> float | None:
     for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=False):
         if mine.token != theirs.token:
             return mine.top[0][1] - mine.top[1][1]
-    return float("nan")  # one ended where the other went on
+    return None  # one ended where the other went on
 
 
 def answers_table(found: Mapping[str, Compared]) -> str:
