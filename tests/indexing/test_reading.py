@@ -1,7 +1,5 @@
 """Documents that cost too much, cannot be read, or are read in part."""
 
-from __future__ import annotations
-
 import subprocess
 import zlib
 from collections.abc import Iterator
