@@ -1,7 +1,5 @@
 """Fixtures shared by the tests: tiny real bundles with random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters on Q/K/V projections: exact sums, rows of their own, peft's files, and adapted decoders."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace
@@ -51,9 +49,6 @@ def decoder(bundle: Any) -> Decoder:
 def _logits(model: Any, ids: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
     with torch.no_grad(), applied(model, adapter):
         return model(ids).logits
-
-
-# The adapter itself
 
 
 @pytest.mark.parametrize("name", architectures.NAMES)
@@ -152,9 +147,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(settings: dict[str, Any
         Adapter.from_pretrained(tmp_path, architectures.model("Llama"))
     with pytest.raises(BundleError, match="not a peft adapter"):
         Adapter.from_pretrained(tmp_path / "elsewhere", architectures.model("Llama"))
-
-
-# Decoders
 
 
 def _chats(questions: Any = QUESTIONS) -> list[Any]:

@@ -1,7 +1,5 @@
 """The stages that train adapters and predictors: what they change, that they resume, and the table they end in."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

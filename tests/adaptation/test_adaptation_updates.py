@@ -1,7 +1,5 @@
 """What gradient descent does to an adapter, how updates are compared, and the predictor that learns them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

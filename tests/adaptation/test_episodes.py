@@ -1,7 +1,5 @@
 """Tasks from files, and the episodes drawn from them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

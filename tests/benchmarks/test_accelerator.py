@@ -1,7 +1,5 @@
 """The command for a lent accelerator, on the CPU with tiny models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What adapt-eval trains, counts, scores and keeps."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -45,9 +43,6 @@ def system_score(system: str, f1: float, low: float, adapt_ms: float) -> SystemS
     return SystemScore(system, interval, interval, gain, {}, AdaptationCost(adapt_ms, 1.0, 1.0, 1.0), 6)
 
 
-# Recipes and systems
-
-
 @pytest.mark.parametrize("where", ["rag_gd", "rag_gd/demo", "rag_gd/smollm2"])
 def test_shipped_recipes_belong_together(where: str) -> None:
     recipes = Recipes.find(where)
@@ -70,9 +65,6 @@ def test_baselines_read_what_the_paper_says(trained: Path, adaptive: Decoder) ->
         out = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
     assert prefix.shape == (3, 32)
     assert answer == adaptive.bundle.tokenizer.decode(out[0], skip_special_tokens=True)
-
-
-# Costs
 
 
 def test_flops_are_those_of_the_matrix_products(adaptive: Decoder) -> None:
@@ -104,9 +96,6 @@ def test_flops_are_those_of_the_matrix_products(adaptive: Decoder) -> None:
         rows_of(adaptive, [episode.query])[0].answers.sum()
     )
     assert answered - plain == factors // tokens * prompt
-
-
-# The table
 
 
 def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -1,7 +1,5 @@
 """Comparisons on questions from files, from a decoder that a teacher is merged into."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -121,9 +119,6 @@ def test_the_merged_decoder_is_the_decoder_with_its_teacher(files: Path, tmp_pat
         found = made(ids).logits
     assert (wanted - without).abs().max() > 20 * (wanted - found).abs().max()
     assert all(torch.equal(p, p.bfloat16().float()) for p in made.parameters())
-
-
-# The command
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """What the report of a comparison says of scores: intervals, methods shown, orderings; and its control."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a question costs: operations against the matrix products written out, times of prompts that take theirs."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The crash laboratory runs, counts, and would count a fault."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small files in the form in which the papers' data sets are published, and rows as the hub gives them."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Readers that start as a least-squares map, against numpy's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Judges of answers: a rule over a set's answers, a chat model of LangChain, one named on the command line."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The baseline LLMLingua-2: its own package, on tiny models of random weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several passages: prompts, the loss on attention, and thresholds, against plain computations."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The speed measurements: what they count is right, and what they time is what is named; how long it takes is not."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

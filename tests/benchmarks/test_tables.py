@@ -1,7 +1,5 @@
 """Means over sets and cases, counted by hand; and the command that writes them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

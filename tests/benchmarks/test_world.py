@@ -1,7 +1,5 @@
 """The invented world and its task families: what they ask, and that training never has a test's."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Bundles: what is saved is what is loaded, and what is damaged is refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -46,9 +44,6 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "bundle"))
 
 
-# Round trips
-
-
 def test_a_saved_bundle_loads_and_saves_again_with_the_same_bits(made: Any, saved: Path, tmp_path: Path) -> None:
     """Of every method, and in all of its forms: methods/test_methods.py."""
     second = Bundle.from_pretrained(saved, device="cpu")
@@ -81,9 +76,6 @@ def test_a_bundle_that_is_half_overwritten_does_not_load(folder: Path, make_tiny
     weights.rmdir()
     other.save_pretrained(folder)
     assert Bundle.from_pretrained(folder, device="cpu").fingerprint == other.fingerprint
-
-
-# The fingerprint
 
 
 def test_the_fingerprint_covers_every_weight(made: Any) -> None:
@@ -247,9 +239,6 @@ def test_what_is_no_json_object_is_refused(folder: Path, name: str, content: byt
     (folder / name).write_bytes(content)
     with pytest.raises((BundleError, ConfigError), match=re.escape(name)):
         Bundle.from_pretrained(folder, device="cpu")
-
-
-# Names and the hub
 
 
 @pytest.mark.parametrize("name", ["no-such-bundle", "./nowhere", "/no/where", "a/b/c", "~/bundle", "", None, 5])

@@ -1,7 +1,5 @@
 """A bundle's adapters: the teacher's beside the two sides', in half precision for peft or in 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a bundle is: every file that its answers depend on."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

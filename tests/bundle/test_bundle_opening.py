@@ -1,7 +1,5 @@
 """A bundle opens without its decoder's weights, which are loaded when something needs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

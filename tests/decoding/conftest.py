@@ -1,7 +1,5 @@
 """A tiny decoder with a store of passages, and prompts of every kind for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import chromadb

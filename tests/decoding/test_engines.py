@@ -1,7 +1,5 @@
 """The matrix of all engines: transformers with the reader merged, and a stand-in for vLLM's server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

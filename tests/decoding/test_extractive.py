@@ -1,7 +1,5 @@
 """Extractive answers, against the texts themselves."""
 
-from __future__ import annotations
-
 import random
 import re
 import string

@@ -1,7 +1,5 @@
 """Where texts end, and how tokens are drawn."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -82,9 +80,6 @@ def byte_tokens(text: str) -> list[str]:
     """One token per UTF-8 byte, in the byte-level alphabet."""
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return [character for piece, _ in pieces for character in piece]
-
-
-# Sampling
 
 
 def test_a_seed_makes_sampling_reproducible(decoder: Decoder, prompts: list[Any]) -> None:

@@ -1,7 +1,5 @@
 """Log-probabilities of answers, and a decoder's own generation settings, beside transformers' `generate`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What prompts count for, and which are refused."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -9,12 +7,7 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.errors import (
-    ConfigError,
-    FingerprintMismatchError,
-    MissingPassageError,
-    PayloadError,
-)
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, PayloadError
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION, damage
 
@@ -33,9 +26,6 @@ def test_markers_count_as_their_slots(decoder: Decoder, store: SoftContextStore)
     assert len(decoder.preparer.token_ids("")) == 0
     forged = store.marker("c", 4).replace("[[ctx:", "[[ctx:a")
     assert len(decoder.preparer.token_ids(forged)) == len(tokenizer(forged)["input_ids"])
-
-
-# What goes wrong
 
 
 @pytest.mark.parametrize(

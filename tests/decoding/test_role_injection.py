@@ -1,7 +1,5 @@
 """What people and documents write is text, whatever it spells: nobody speaks as the system who is not."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator

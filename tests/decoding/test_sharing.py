@@ -1,7 +1,5 @@
 """Batches, streams and concurrent calls share forward passes, and each prompt gets what it gets alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

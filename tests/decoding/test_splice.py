@@ -1,7 +1,5 @@
 """Splice identity: slots that are the embeddings of the text they replace change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,9 +98,6 @@ def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
 def test_slots_of_another_width_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"differ in width: \[3, 4\]"):
         splice(torch.nn.Embedding(5, 3), [Prompt.of(torch.tensor([1]), torch.zeros(2, 4))])
-
-
-# Through the store and the decoder
 
 
 class TokenEmbeddings(TokenCompressor):

@@ -1,7 +1,5 @@
 """The examples of examples/migration/README.md, on one world, and that the page shows their code."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 from pathlib import Path

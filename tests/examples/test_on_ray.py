@@ -1,7 +1,5 @@
 """Compressing on the workers of a Ray cluster, on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

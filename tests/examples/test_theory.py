@@ -1,6 +1,4 @@
-"""Linear RAG (In-Context Optimization, sections 3-4, appendices A-C): attention against autograd's gradient steps."""
-
-from __future__ import annotations
+"""Linear RAG (In-Context Optimization, sections 3-4, appendices A-D and F): attention against autograd's gradient steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -114,9 +112,6 @@ sizes = st.fixed_dictionaries(
 random_sizes = settings(deadline=None, max_examples=50)
 
 
-# The loss and its step
-
-
 @pytest.mark.parametrize("interface", INTERFACES)
 @random_sizes
 @given(sizes=sizes)
@@ -130,9 +125,6 @@ def test_loss_and_gradient_step(interface: Callable[..., Problem], sizes: dict[s
     w1, w2 = descend(p, 1)
     torch.testing.assert_close(delta_1, w1 - p.w1, **close)
     torch.testing.assert_close(delta_2, w2 - p.w2, **close)
-
-
-# The retrieval interfaces
 
 
 @random_sizes
@@ -161,9 +153,6 @@ def test_projection_interface_moves_the_query_by_the_projected_documents(sizes: 
     )
     prediction = predict(w1, projection_weight(w1, w_d), x[None], found[None])[0]
     torch.testing.assert_close(prediction, w1 @ (x + w_d @ found), **close)
-
-
-# Lemma 1 and depth
 
 
 def test_the_weights_are_those_of_the_proof() -> None:
@@ -239,9 +228,6 @@ def test_injected_row_is_the_first_prediction_as_a_key() -> None:
     assert float(tasks.first_prediction(tasks.x).abs().mean()) > 1e-3
 
 
-# Trained and constructed predictors, side by side
-
-
 def as_problem(tasks: LinearTasks, i: int, inputs: int) -> Problem:
     query = tasks.queries(tasks.x, torch.zeros(len(tasks.x)))[i].double()
     context = tasks.context[i].double()
@@ -291,9 +277,6 @@ def test_a_single_layer_trains_to_one_gradient_step(interface: Interface) -> Non
     assert before.sensitivity_cosine < 0.6 and before.loss > 1.5 * before.reference_loss
     assert after.sensitivity_cosine > 0.98 and after.loss < 1.1 * after.reference_loss
     assert torch.equal(train_layer(interface, **arguments).value, layer.value)
-
-
-# Tables and an MLP (section 4.3, appendices D, F)
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)

@@ -1,7 +1,5 @@
 """Demonstrations, and adapters with random factors, for tiny decoders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ArcAligner readers on tiny decoders, prompts for them, and the same decoders built from merged weights."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ Weights are drawn wide, so that logits depend strongly on every input; windows o
 shorter than the tests' prompts. Chat templates are the families' own, shortened to their main branch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Six kinds of hostile text around markers of two scopes, one of which reads it."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from ctx_compress_rag.store.marker import MarkerCodec

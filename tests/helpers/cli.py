@@ -1,7 +1,5 @@
 """A bundle in a folder, files to index, and what an index holds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """Tiny ComprExIT bundles whose every weight matters, and what a decoder's blocks give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

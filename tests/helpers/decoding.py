@@ -1,7 +1,5 @@
 """A tiny decoder's passages and question, threads that may hang, and what a model is given."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

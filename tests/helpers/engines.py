@@ -1,7 +1,5 @@
 """What every engine does, in one matrix: a class of tests for each engine takes it as its base."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

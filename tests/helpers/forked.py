@@ -3,8 +3,6 @@
 They are forks of one process, started when it is first needed, that has imported this much and opened nothing.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

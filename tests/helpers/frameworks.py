@@ -1,7 +1,5 @@
 """LangChain and LlamaIndex in one form, for what has to hold in both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files of tiny decoders, written with llama.cpp's own package."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

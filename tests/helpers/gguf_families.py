@@ -1,7 +1,5 @@
 """Tiny decoders of several families as GGUF files in float32, as llama.cpp's own converter names things."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Hugging Face hub on this machine, as far as downloads need one."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The parts of a LangChain RAG app for the tests: Chroma retrievers on disk, a tiny real decoder."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """A LlamaIndex app: an index in Chroma on disk, a store beside it, and a (tiny, random) decoder that reads slots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

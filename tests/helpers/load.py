@@ -1,7 +1,5 @@
 """Clients at a time against a server: chats whole and streamed, raw prompts, passages to compress."""
 
-from __future__ import annotations
-
 import time
 from asyncio import gather
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Every method in each of its forms, as tiny settings; a test refuses a method that is not here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

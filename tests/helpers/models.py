@@ -1,7 +1,5 @@
 """Tiny decoders of random weights for a tokenizer, and configs of their bundles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

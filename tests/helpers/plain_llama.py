@@ -1,7 +1,5 @@
 """A Llama's layer written out, one prompt at a time, for whoever has other weights or another mask in it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Recipes run by several processes of this machine, as `accelerate launch` runs them."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

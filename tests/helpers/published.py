@@ -1,7 +1,5 @@
 """Published checkpoints in miniature, and bundles imported from them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny RAM bundles and stores, and the paper's equations written out for them, token by token, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny sentence-transformers model in a folder, bundles that use it, and a tokenizer unlike the others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A real `chroma run` server on loopback."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

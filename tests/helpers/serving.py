@@ -1,7 +1,5 @@
 """The app on a socket, in a thread of the test's process or as the command in a process of its own; how it is asked."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """What tests of stores share."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.crashes.words import WordBundle, passage, word_vectors

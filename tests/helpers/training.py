@@ -1,7 +1,5 @@
 """Recipes of all stages, so small that they train in a second; trainings that break off, and what they tell."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A stand-in for vLLM's server: keeps what it is sent, answers it with the bundle's own model by transformers."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """An index of a tiny bundle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

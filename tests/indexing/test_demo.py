@@ -1,7 +1,5 @@
 """The demo: its corpus, and what it reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import mean
 

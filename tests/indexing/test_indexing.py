@@ -1,7 +1,5 @@
 """From files to passages to an index, with real files, MiniLM and Chroma on disk."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path
@@ -32,9 +30,6 @@ from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 def texts(given: Input) -> dict[str, str]:
     return {text.source: text.text for text in given.texts()}
-
-
-# Chunking
 
 
 def count(tokenizer: Any, text: str) -> int:
@@ -150,9 +145,6 @@ def test_each_part_of_a_table_begins_with_its_columns_names(tiny_tokenizer: Any)
     assert "\n".join(part.removeprefix(head) for part in rest).splitlines() == rows
 
 
-# Scanning
-
-
 def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
@@ -199,9 +191,6 @@ def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(texts(scan)) == ["plain.txt"]
     assert scan.skipped().startswith("skipped: 2 .docx, 1 .html, 2 .pdf;")
     assert "pip install 'ctx-compress-rag[index]'" in scan.skipped()
-
-
-# Indexing
 
 
 def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:

@@ -1,7 +1,5 @@
 """JSONL and an app's own collection; that an index is written while its input is still being read."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Passages that Chroma stores but cannot find, since its index lost them when a process was killed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The LangChain app that most tests ask; what holds in both frameworks is tested on its store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`adapt(llm, demonstrations, adaptation)`: LLMs of both frameworks side by side on one decoder."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

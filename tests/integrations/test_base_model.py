@@ -1,10 +1,11 @@
 """A base model, whose tokenizer has no chat template, in both frameworks."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
+
+from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import PromptTemplate
 
 from helpers.decoding import by_transformers
 from helpers.frameworks import LangChain, LlamaIndex
@@ -24,3 +25,9 @@ def test_it_is_asked_in_plain_text(make_tiny_bundle: Any, tmp_path: Path) -> Non
         assert framework.ask(llm, QUESTION) == (expected, 0)
         answer, slots = framework.ask(llm, f"{marker} {QUESTION}")
         assert answer and slots > 0
+    assert not llm.metadata.is_chat_model
+    assert llm.predict(PromptTemplate("{it}"), it=QUESTION) == expected
+    chatted = by_transformers(
+        bundle.backbone.model, tokenizer, tokenizer(f"user: {QUESTION}\nassistant: ")["input_ids"], TOKENS
+    )
+    assert llm.chat([ChatMessage(QUESTION)]).message.content == chatted

@@ -1,11 +1,8 @@
 """What goes wrong in an app of LangChain or LlamaIndex, and what it then hears."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +110,3 @@ async def test_generation_leaves_the_event_loop_free(app: App, framework: Any) -
     llm = framework.llm(store=app.store, max_tokens=8)
     answers = await while_the_decoder_is_taken(app.bundle, framework.in_loop(llm, QUESTION))
     assert answers == [framework.ask(llm, QUESTION)] * 2
-
-
-@FRAMEWORKS
-def test_threads_on_one_model_answer_as_one_after_another(app: App, framework: Any) -> None:
-    """Prompts with and without slots, called and streamed, with their own scopes and settings."""
-    settings: list[dict[str, Any]] = [{}, {"scope": "anna"}, {"temperature": 1.0, "seed": 3}]
-    llms = [framework.llm(store=app.store, on_unreadable="text", **{"max_tokens": 8, **each}) for each in settings]
-    prompts = [QUESTION, *(f"{app.store.marker(name, 8, 'anna')}?" for name in ("tower", "mill"))]
-    work = [(ask, llm, prompt) for ask in (framework.ask, framework.stream) for llm in llms for prompt in prompts]
-    alone = [ask(llm, prompt) for ask, llm, prompt in work]
-    assert len(set(alone)) > len(prompts)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda each: each[0](*each[1:]), work)) == alone

@@ -1,25 +1,18 @@
 """`token_budget` and `text_share` of the postprocessors, counted by the LLM itself."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
-from langchain_core.language_models import FakeListChatModel
-from langchain_core.load import dumpd, load
-from langchain_core.runnables import RunnableLambda
 
 from ctx_compress_rag import SoftContextStore
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.marking.sentences import nearest
 from helpers.frameworks import FRAMEWORKS, LangChain
-from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, App, joined
-from langchain_ctx_compress import expand_prompt
+from helpers.langchain import QUESTION, SOURCES, TEXTS, App, joined
 
 NAMES = list(TEXTS)
 
@@ -131,32 +124,6 @@ def test_what_must_stay_text_is_counted(app: App) -> None:
         LangChain.mark([*SOURCES[:3], blank], **options, token_budget=fixed + 1)
     [quoting] = LangChain.mark([Document(store.marker("quoting", 4))], **options, token_budget=120)
     assert quoting.page_content == f"It says {quoted.replace(':', '')} here."
-
-
-def test_another_model_that_takes_over_reads_texts(app: App) -> None:
-    class Broken(FakeListChatModel):
-        def _call(self, *args: Any, **kwargs: Any) -> str:
-            raise RuntimeError("out of order")
-
-    def read(prompt: Any) -> str:
-        return str(prompt.to_string())
-
-    retriever = ContextualCompressionRetriever(
-        base_compressor=app.postprocessor(ratio=8, text_share=0.5), base_retriever=app.retriever(4)
-    )
-    documents = retriever.invoke(QUESTION)
-    other = RunnableLambda(partial(expand_prompt, store=app.store)) | read
-    chain = CHAT | Broken(responses=[""]).with_fallbacks([other])
-    said = chain.invoke({"context": joined(documents), "input": QUESTION})
-    [marked] = [each for each in documents if "[[ctx:" in each.page_content]
-    assert "[[ctx:" not in said and TEXTS[str(marked.id)] in said
-
-
-def test_a_saved_document_has_what_it_showed(app: App) -> None:
-    [document] = LangChain.mark(SOURCES[:1], QUESTION, store=app.store, ratio=8)
-    loaded = load(dumpd(document), allowed_objects="core")
-    assert type(loaded) is Document and loaded.page_content == app.store.marker("tower", 8)
-    assert LangChain.restore([loaded], app.store) == SOURCES[:1]
 
 
 @FRAMEWORKS

@@ -1,7 +1,5 @@
 """What a retriever may return, in both frameworks: missing passages, bad ones, excerpts, odd ids and metadata."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

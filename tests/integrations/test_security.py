@@ -1,7 +1,5 @@
 """Secrets and markers in both frameworks: nothing is shown that must not be, nothing resolves that must not."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging
@@ -9,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps, loads
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
@@ -24,7 +20,6 @@ from ctx_compress_rag import SoftContextStore
 from ctx_compress_rag.errors import MissingPassageError, UnreadableMarkerError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import marker as markers
-from helpers.attacks import ATTACKS
 from helpers.decoding import prefills
 from helpers.frameworks import FRAMEWORKS, every_way
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, rag
@@ -37,9 +32,6 @@ SECRET = b"a secret of 32 bytes, shown never"
 FORGED = f"[[ctx:{'a' * 20}.3.{'b' * 16}]]"
 # Newer versions of langchain-core ask what may be loaded.
 CORE = {"allowed_objects": "core"} if "allowed_objects" in inspect.signature(loads).parameters else {}
-
-
-# Scopes
 
 
 @FRAMEWORKS
@@ -80,36 +72,6 @@ async def test_scope_follows_a_chain(app: App) -> None:
         assert await rag(app).ainvoke(QUESTION) == expected
         assert "".join([piece async for piece in rag(app).astream(QUESTION)]) == expected
     assert len({len(prompt) for prompt in seen}) == 1
-
-
-# Hostile text
-
-
-@FRAMEWORKS
-def test_no_hostile_text_resolves(app: App, framework: Any) -> None:
-    """Attacks in a passage, its metadata, the history and the question, through postprocessor, chat and decoder."""
-    llm = framework.llm(store=app.store, max_tokens=1, scope="anna", on_unreadable="text")
-    own, bens = app.store.marker("tower", 8, "anna"), app.store.marker("mill", 8, "ben")
-    attacks = st.sampled_from(sorted(ATTACKS)).flatmap(ATTACKS.__getitem__)
-
-    @settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(attacks, attacks, attacks)
-    def attack(in_passage: str, in_history: str, in_question: str) -> None:
-        hostile = framework.found(f"{bens[:7]}{in_passage}{bens}", "hostile", title=in_history)
-        if isinstance(hostile, NodeWithScore):
-            hostile.node.excluded_llm_metadata_keys = []
-        found = [hostile, framework.found(TEXTS["tower"], "tower")]
-        marked = framework.mark(found, store=app.store, on_missing="text", scope="anna")
-        context = "".join(map(framework.shown, marked))
-        asked = f"{context} {in_question}{own} who?"
-        _, slots = framework.chat(
-            llm, [("user", in_history + bens), ("assistant", f"It said: {in_history}"), ("user", asked)]
-        )
-        # The passage from the store and the marker that was issued; the attacks are of another key.
-        assert slots == app.slots("tower", 4) + app.slots("tower", 8)
-        assert TEXTS["mill"] not in expand(app.store, context + bens, "anna")
-
-    attack()
 
 
 @FRAMEWORKS
@@ -153,9 +115,6 @@ def test_metadata_with_a_marker_are_text(app: App) -> None:
     text = FORGED.replace(":", "")
     shown = f"title: {text}\nby: ['[{text}']\n{text}: 1\n\n{app.store.marker('tower', 8)}"
     assert marked.node.get_content(MetadataMode.LLM) == shown
-
-
-# What is shown
 
 
 def assert_hidden(reports: list[str], store: SoftContextStore) -> None:
@@ -242,7 +201,9 @@ def test_what_langchain_saves_reads_again(app: App) -> None:
     answer = app.llm().invoke([*history, HumanMessage(marked[1].page_content)])
     for thing in (history, [answer]):
         assert loads(dumps(thing), **CORE) == thing
-    assert restore_sources(loads(dumps(marked), **CORE), app.store) == SOURCES[:2]
+    read = loads(dumps(marked), **CORE)
+    assert [(type(each), each.page_content) for each in read] == [(Document, each.page_content) for each in marked]
+    assert restore_sources(read, app.store) == SOURCES[:2]
     # A model in this process cannot be made from JSON: LangChain says so, and no half of it is loaded.
     for thing in (app.llm(), app.postprocessor()):
         assert dumpd(thing)["type"] == "not_implemented"

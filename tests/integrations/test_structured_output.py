@@ -1,7 +1,5 @@
 """Answers of a given form, from a decoder with random weights: it would never write JSON by itself."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict
@@ -53,9 +51,6 @@ def test_rows_of_a_batch_are_constrained_each(app: App) -> None:
         Tower.model_validate_json(answer.text)
         assert answer.finish_reason == "stop"
         assert decoder.generate([prompt], sampling)[0].text == answer.text
-
-
-# LangChain
 
 
 def test_a_pydantic_class_a_typed_dict_a_schema_and_a_tool(llm: ChatCompressedContext) -> None:

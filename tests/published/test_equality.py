@@ -1,7 +1,5 @@
 """Imported bundles do what the projects' own code does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What cannot be imported is refused in one sentence that names it, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -259,9 +257,6 @@ def test_a_changed_encoder_is_noticed(tmp_path: Path) -> None:
     rewrite("encoder/model.safetensors", scaled("norm.weight", 1.5))(folder)
     with pytest.raises(BundleError, match="encoder"):
         bundle.compress([TEXTS["short"]])
-
-
-# From the hub, by the command
 
 
 def command(hub: Hub, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,5 @@
 """An imported bundle is an ordinary one: for stores, codecs, budgets, both frameworks, vLLM and training."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

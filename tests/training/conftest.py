@@ -1,7 +1,5 @@
 """The decoder that tiny recipes train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ArcAligner's stages (section 3.5, tables 3, 5 and 6): what each trains, recipes, ablations."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,9 +58,6 @@ def test_impossible_settings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"\[1, 2\].*0 to 1"):
         make_reader(gated_layers=[2, 1])
     assert SelectiveLoraConfig() == SelectiveLoraConfig(rank=128, alpha=32, dropout=0.05)
-
-
-# Recipes
 
 
 def test_recipes_have_the_papers_hyperparameters() -> None:

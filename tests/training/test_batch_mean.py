@@ -1,7 +1,5 @@
 """A batch's loss and gradient are the same in whatever micro-batches, and by however many processes, it is made."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compiled decoder layers: one piece of code for all of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """ComprExIT's training (section 3.3): its loss, its two phases and their recipes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -57,9 +55,6 @@ def test_shipped_recipes_hold_the_papers_values(name: str, stage: str) -> None:
         assert recipe.optim.steps * 2048 * (512 + 128) == pytest.approx(1e9, rel=1e-3)
     else:
         assert recipe.bundle == load_recipe("comprexit/next_token").output / "bundle"
-
-
-# Rows: which tokens are compressed, and which are predicted
 
 
 @given(length=st.integers(2, 90), context=st.integers(1, 60), continuation=st.integers(1, 60))

@@ -1,7 +1,5 @@
 """To a bundle that reads English: stages end to end, time limits, speed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which optimizer trains what, the learning rate of each step, and the average of the weights."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packed rows, the head's loss on chosen positions, and stage repeat_and_answer, against plain computations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """RAM's training (Read As Human, section 3.2): what it reaches, its rows and positives, its recipe and bundles."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Reconstruction (ArcAligner, stage I) and its perplexity, token by token with transformers' own model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -64,9 +62,6 @@ def text_losses(bundle: Any, passage: str, given: str) -> list[float]:
         return plain_losses(model, embed, prompt, plain_ids(bundle, passage + "<|end|>"))
 
 
-# The objective
-
-
 def test_paraphrases_are_those_of_table_7() -> None:
     table = [
         "Background: [B]. This is equivalent to: [T].",
@@ -122,9 +117,6 @@ def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
     [row] = batch["prompts"].prompts
     answer = torch.cat(row.ids)[torch.cat(row.answers)].tolist()
     assert answer == plain_ids(tiny_bundle, passage.text + "<|end|>")
-
-
-# Perplexity
 
 
 def test_perplexity_is_the_exponent_of_the_mean_loss(bundle: Any) -> None:

@@ -1,7 +1,5 @@
 """What an interrupted training continues from, and that it ends as one that was not interrupted."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training: the losses against the papers' equations, what is trained, and resuming."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

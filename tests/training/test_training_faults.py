@@ -1,7 +1,5 @@
 """Trainings that diverge, whose disk is full, or whose data are edited while they run."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

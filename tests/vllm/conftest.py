@@ -1,7 +1,5 @@
 """A real vLLM server of the demo bundle, started by the command that `ctx-compress export` prints."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

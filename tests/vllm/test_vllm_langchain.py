@@ -1,7 +1,5 @@
 """LangChain's own test suites for chat models, and answers of a form, with vLLM."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM itself as the engine: the same answers as in this process, streams, stops, counts, faults, and `serve`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

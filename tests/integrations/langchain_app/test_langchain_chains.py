@@ -1,7 +1,5 @@
 """Every chain, in every way that LangChain runs one, and every kind of template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

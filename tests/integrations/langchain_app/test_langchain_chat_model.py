@@ -1,7 +1,5 @@
 """The LangChain chat model: usage, sampling, refusals, streams, caching."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LangChain's own test suites for chat models; they skip what this model cannot do (tools, images, ...)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """LangChain's own rerankers and filters: before the postprocessor they judge texts; prompts always get markers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The LlamaIndex app that tests ask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

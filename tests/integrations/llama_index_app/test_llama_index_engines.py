@@ -1,7 +1,5 @@
 """Every response mode, chat engine, citation and router engine of LlamaIndex; blocking, async and streamed."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Iterator
@@ -43,9 +41,6 @@ async def ask(engine: Any, way: str, question: str = QUESTION) -> tuple[str, Any
     if way == "streamed aquery":
         return "".join([piece async for piece in response.async_response_gen()]), response
     return response.response or "", response
-
-
-# Response modes
 
 
 def test_no_response_mode_is_left_out() -> None:
@@ -94,9 +89,6 @@ def test_blocks_in_place_of_text(app: App, events: Events) -> None:
     assert restore_sources(response) == app.nodes()
 
 
-# Citations
-
-
 @pytest.mark.parametrize(
     ("of_postprocessor", "of_engine"),
     [({"replace_text": True}, {}), ({}, {"metadata_mode": MetadataMode.LLM})],
@@ -126,9 +118,6 @@ async def test_citations(app: App, events: Events, way: str, of_postprocessor: A
         assert node.text == f"Source {number}:\n{shown}\n"
         assert (node.score, node.metadata) == (source.score, source.metadata)
     assert len(response.source_nodes) == 2
-
-
-# Chat engines
 
 
 def chat_engine(app: App, mode: str, **arguments: Any) -> Any:

@@ -1,7 +1,5 @@
 """Soft contexts made at ingestion: questions wait for none, and nothing is compressed twice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The LlamaIndex LLM: every way to ask gives the decoder's own answer; markers are counted and packed as slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -72,20 +70,6 @@ def test_metadata_and_an_image(llm: CompressedContextLLM) -> None:
     assert metadata.is_chat_model and not metadata.is_function_calling_model
     with pytest.raises(ConfigError, match="image block"):
         llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png")])])
-
-
-def test_without_a_chat_template(
-    app: App, llm: CompressedContextLLM, prompt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app.bundle.tokenizer, "chat_template", None)
-    asked, chatted = app.answer(prompt), app.answer(f"user: {prompt}\nassistant: ")
-    assert not llm.metadata.is_chat_model
-    assert llm.complete(prompt).text == asked.text
-    assert llm.predict(PromptTemplate("{it}"), it=prompt) == asked.text
-    assert llm.chat([ChatMessage(role="user", content=prompt)]).message.content == chatted.text
-
-
-# Counting
 
 
 def test_markers_of_a_scope_count_as_their_slots(app: App) -> None:

@@ -1,7 +1,5 @@
 """The LlamaIndex postprocessor: nodes in, nodes with markers out, and back to their sources."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
