@@ -18,6 +18,12 @@ def serve(
     bundle: shared.OwnBundle = None,
     engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
+    retrieve: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Clients send questions: retrieve N passages for each chat without markers."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_keys: Annotated[
@@ -60,11 +66,11 @@ def serve(
         int, typer.Option(metavar="S", min=0, help="Seconds for running answers to finish after SIGTERM.")
     ] = 30,
 ) -> None:
-    """Serve an index to OpenAI clients.
+    """Serve an index to OpenAI clients, which send markers, or with --retrieve questions.
 
-    They send markers to chat completions and completions. `POST /v1/compress` makes markers and stores what is missing;
-    `GET /metrics` has metrics. Markers belong to the scope of the request's API key; without keys, the server answers
-    only this machine, in the store's own scope.
+    The reply to a question names its `sources`; the page at `/` asks in a browser. Markers go to chat completions and
+    completions. `POST /v1/compress` makes them and stores what is missing; `GET /metrics` has metrics. Markers belong
+    to the scope of the request's API key; without keys, the server answers only this machine, in the store's own scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import Decoder, check_options
@@ -73,6 +79,7 @@ def serve(
     from ctx_compress_rag.server.api_keys import find_keys
     from ctx_compress_rag.server.app import create_app
     from ctx_compress_rag.server.guard import Limits
+    from ctx_compress_rag.server.retrieval import Retrieval
     from ctx_compress_rag.store import SoftContextStore
 
     options = shared.engine_options(engine, server_key, batch_size=batch_size)
@@ -80,13 +87,18 @@ def serve(
     keys = find_keys(api_keys)
     if keys is not None and allowed_host:
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
+    shared.check_apart(retrieve=retrieve, collection=collection)
     limits = Limits(max_body, max_requests, max_tokens, longest_answer)
     shared.quiet_models()
+    retrieval = None
     with ExitStack() as stack:
         listener = stack.enter_context(run.listen(host, port, keys is not None))
         if collection is None:
             index = stack.enter_context(open_index(store, bundle, device=device, dtype=dtype))
             served, opened = index.bundle, index.store
+            if retrieve is not None:
+                quotes = served.config.extractive and not engine.startswith("http")  # a server cannot quote
+                retrieval = Retrieval(index, retrieve, quotes)
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:
@@ -94,5 +106,11 @@ def serve(
             opened = stack.enter_context(SoftContextStore(store, served, collection=collection))
         name = served.config.name
         decoder = Decoder(served, opened, engine=engine, max_prompt_tokens=max_prompt_tokens, **options)
-        app = create_app(decoder, keys, limits, allowed_host or ())
-        run.serve(app, listener, grace=grace, started=lambda url: print(f"serving {name!r} at {url}", flush=True))
+        app = create_app(decoder, keys, limits, allowed_host or (), retrieval)
+
+        def started(url: str) -> None:
+            page = url.removesuffix("v1")
+            how = "clients send markers" if retrieval is None else f"clients send questions; a browser asks at {page}"
+            print(f"serving {name!r} at {url}: {how}", flush=True)
+
+        run.serve(app, listener, grace=grace, started=started)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.decoding.decoder import Decoder
@@ -24,17 +25,20 @@ from ctx_compress_rag.server.faults import RequestError, as_fault
 from ctx_compress_rag.server.guard import Guard, Limits
 from ctx_compress_rag.server.metrics import Metrics
 from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate, malformed
+from ctx_compress_rag.server.retrieval import Retrieval
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import escaped_markers
 
 with needs("serve"):
     from fastapi import FastAPI, Request
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
     from fastapi.routing import APIRoute
     from starlette.exceptions import HTTPException
 
 _THREADS = 4  # for reading prompts; the model and writing have threads of their own
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_MAY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 _TEXTS_AT_A_TIME = 32  # of one request; then other requests are compressed
 
 
@@ -43,6 +47,7 @@ def create_app(
     keys: ApiKeys | None = None,
     limits: Limits | None = None,
     hosts: Collection[str] = (),
+    retrieval: Retrieval | None = None,
 ) -> FastAPI:
     """An ASGI app that answers with a decoder and compresses into its store.
 
@@ -51,6 +56,8 @@ def create_app(
         keys: which key opens which scope; None lets everyone on this machine in, in the store's own scope.
         limits: what clients may ask for.
         hosts: without keys, the names besides this machine's own under which it may be asked, such as a proxy's.
+        retrieval: what finds passages for a chat without markers, and gives the app a page to ask on; None leaves
+            such chats as they are.
 
     Raises:
         ConfigError: the decoder has no store.
@@ -60,7 +67,7 @@ def create_app(
         raise ConfigError("the server's decoder has no store: give it the store whose markers clients send")
     limits = limits or Limits()
     metrics = Metrics()
-    service = _Service(decoder, decoder.store, metrics, limits)
+    service = _Service(decoder, decoder.store, metrics, limits, retrieval)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,7 +79,7 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatCompletion, request: Request) -> Response:
-        return await service.generate("chat", body, [body.prompt()], request)
+        return await service.chat(body, request)
 
     @app.post("/v1/completions")
     async def complete(body: Completion, request: Request) -> Response:
@@ -99,6 +106,12 @@ def create_app(
     async def measured() -> Response:
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
+    if retrieval is not None:
+
+        @app.get("/")
+        async def page() -> Response:
+            return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_MAY})
+
     async def refuse(request: Request, error: Exception) -> Response:
         status, body = as_fault(_explained(request, error))
         return JSONResponse(body, status)
@@ -116,13 +129,21 @@ def create_app(
 class _Service:
     """What the routes do."""
 
-    def __init__(self, decoder: Decoder, store: SoftContextStore, metrics: Metrics, limits: Limits) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: SoftContextStore,
+        metrics: Metrics,
+        limits: Limits,
+        retrieval: Retrieval | None,
+    ) -> None:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ctx-compress-serve")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
         self._decoder = decoder
         self._store = store
         self._metrics = metrics
         self._limits = limits
+        self._retrieval = retrieval
         self._name = store.bundle.config.name
         self._started = int(time.time())
 
@@ -133,22 +154,40 @@ class _Service:
         if name != self._name:
             raise RequestError(404, f"no model {name!r}: this server has {self._name!r}", "model_not_found", "model")
 
+    async def chat(self, body: ChatCompletion, request: Request) -> Response:
+        chat, scope, retrieval = body.prompt(), request.state.tenant, self._retrieval
+        if retrieval is None or not retrieval.is_question(chat, scope):
+            return await self.generate("chat", body, [chat], request)
+        self.check_model(body.model)
+        # Where the store is written to: a passage may be missing.
+        asked = asyncio.get_running_loop().run_in_executor(self.writer, retrieval.ask, chat, scope)
+        prompt, sources = await unless_gone(request.receive, asked)
+        return await self.generate("chat", body, [prompt], request, sources, retrieval.extractive)
+
     async def generate(
-        self, kind: replies.Kind, body: Generate, prompts: Sequence[PromptLike], request: Request
+        self,
+        kind: replies.Kind,
+        body: Generate,
+        prompts: Sequence[PromptLike],
+        request: Request,
+        sources: Sequence[Mapping[str, Any]] | None = None,
+        extractive: bool = False,
     ) -> Response:
         self.check_model(body.model)
-        sampling = body.sampling(self._limits.answer_tokens, self._limits.longest_answer)
+        sampling = body.sampling(self._limits.answer_tokens, self._limits.longest_answer, extractive)
         head = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": self._name,
         }
+        found = {} if sources is None else {"sources": sources}
         if body.stream:
             if len(prompts) > 1:
                 raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
-            return await self._stream(kind, head, prompts[0], sampling, request, body.stream_options.include_usage)
+            count = body.stream_options.include_usage
+            return await self._stream(kind, head, prompts[0], sampling, request, count, found)
         answers = await unless_gone(request.receive, self._whole(prompts, sampling, request.state.tenant))
-        return JSONResponse(replies.whole(kind, head, answers))
+        return JSONResponse(replies.whole(kind, head | found, answers))
 
     async def _whole(self, prompts: Sequence[PromptLike], sampling: Sampling, scope: str | None) -> list[Generation]:
         async def one(prompt: PromptLike) -> Generation:
@@ -173,6 +212,7 @@ class _Service:
         sampling: Sampling,
         request: Request,
         count: bool,
+        found: dict[str, Any],
     ) -> Response:
         pieces = self._answer(prompt, sampling, request.state.tenant)
         # Wait for the first piece here, so that a refused prompt has a status of its own.
@@ -181,7 +221,7 @@ class _Service:
         async def events() -> AsyncIterator[str]:
             async with aclosing(pieces):
                 try:
-                    yield replies.chunk(kind, head, first if isinstance(first, str) else "", first=True)
+                    yield replies.chunk(kind, head | found, first if isinstance(first, str) else "", first=True)
                     done = first
                     async for piece in pieces:
                         done = piece

@@ -164,10 +164,14 @@ class Generate(_Request, SamplingOptions):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def sampling(self, default: int, most: int | None = None) -> Sampling:
-        """How to answer: with at most `default` tokens if the client gives no limit, and never more than `most`."""
+    def sampling(self, default: int, most: int | None = None, extractive: bool = False) -> Sampling:
+        """How to answer: with at most `default` tokens if the client gives no limit, and never more than `most`.
+
+        `extractive` holds for answers that are not JSON, if the client does not say.
+        """
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
+        given.setdefault("extractive", extractive and "json_schema" not in given)
         given["max_tokens"] = min(given.get("max_tokens", default), most or sys.maxsize)
         return Sampling(**given)
 

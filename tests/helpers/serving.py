@@ -52,7 +52,7 @@ def serving(index: Path, *options: str) -> Iterator[tuple[Any, str]]:
     env = {"CTX_COMPRESS_API_KEYS": f"{ANNA} anna", KEY_VARIABLE: "k" * 32}
     with Forked(COMMAND, *given, env=env) as process:
         line = process.stdout.readline()
-        found = re.fullmatch(r"serving 'tiny' at (http://127\.0\.0\.1:\d+/v1)\n", line)
+        found = re.fullmatch(r"serving 'tiny' at (http://127\.0\.0\.1:\d+/v1): clients .*\n", line)
         assert found, line
         yield process, found[1]
 

@@ -23,7 +23,7 @@ HEADERS = {"Authorization": f"Bearer {ANNA}"}
 
 
 def test_the_command_serves_until_it_is_told_to_stop(index: Path) -> None:
-    limits = ["--max-tokens", "4", "--max-prompt-tokens", "60", "--max-body", "4000"]
+    limits = ["--max-tokens", "4", "--max-prompt-tokens", "99", "--max-body", "4000", "--retrieve", "1"]
     with serving(index, *limits) as (process, url):
         check_it_serves(url)
         asyncio.run(load(url, "tiny", clients=16, seconds=3, key=ANNA))
@@ -58,8 +58,10 @@ def check_it_serves(url: str) -> None:
         reply = http.post(f"{url}/chat/completions", json=body).json()
         assert reply["usage"]["slots"] > 0 and 1 <= reply["usage"]["completion_tokens"] <= 4
         long = http.post(f"{url}/completions", json={"model": "tiny", "prompt": "bees " * 100})
-        assert long.status_code == 400 and "60 are allowed here" in long.json()["error"]["message"]
+        assert long.status_code == 400 and "99 are allowed here" in long.json()["error"]["message"]
         assert http.post(f"{url}/completions", json={"model": "tiny", "prompt": "bees " * 1000}).status_code == 413
+        body["messages"] = [{"role": "user", "content": "Who kept bees?"}]
+        assert len(http.post(f"{url}/chat/completions", json=body).json()["sources"]) == 1
         assert httpx.get(f"{url}/models").status_code == 401
 
 
@@ -93,6 +95,7 @@ def test_sixty_four_clients_for_two_minutes_in_flat_memory(index: Path) -> None:
         (["--api-keys", "nowhere"], "cannot read the API keys 'nowhere'"),
         (["--max-body", "0"], "body_bytes=0"),
         (["--collection", "docs"], "give --bundle"),
+        (["--collection", "docs", "--retrieve", "2"], "--retrieve and --collection"),
         (["--port", "99999"], "--port"),
         (["--engine", "http://localhost:1", "--batch-size", "4"], "batch_size"),
         (["--host", "192.0.2.1", "--api-keys", "keys"], "192.0.2.1:8000"),
