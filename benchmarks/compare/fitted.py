@@ -21,8 +21,8 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import register
+from ctx_compress_rag.training.stages.answer import NextTokenRecipe
 from ctx_compress_rag.training.stages.compression import Objective, start
-from ctx_compress_rag.training.stages.next_token import NextTokenRecipe
 
 # GELU(x) is x / 2 + 0.4 x^2 and smaller terms: for inputs of this standard deviation it is nine tenths linear.
 _NEARLY_LINEAR = 0.3

@@ -138,15 +138,11 @@ class AdaptedBundle(Bundle):
 def opened(decoder: PlainDecoder, adapter: Adapter | None, slot_mask: Tensor | None = None) -> Iterator[Any]:
     """Lock a decoder's transformers model for this thread, with an adapter on top.
 
-    Args:
-        decoder: the decoder, or the bundle that reads the slots.
-        adapter: the adapter; None changes nothing.
-        slot_mask: bool (batch, length), True at the prompts' slots; None: the prompts are plain text.
+    `slot_mask` is bool (batch, length), True at the prompts' slots; None: the prompts are plain text.
     """
+    reading = decoder.text_decoder()
     if slot_mask is not None and isinstance(decoder, Bundle):
         reading = decoder.soft_decoder(slot_mask)
-    else:
-        reading = decoder.text_decoder()
     with reading as model, applied(model, adapter):
         yield model
 

@@ -72,7 +72,6 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Columns of `b`."""
         return next(iter(self.b.values())).shape[-1]
 
     @property
@@ -101,7 +100,6 @@ class Adapter:
         return self._each(lambda factor: factor[index])
 
     def row(self, index: int) -> Adapter:
-        """Row `index` as an adapter without rows."""
         return self._each(lambda factor: factor[index])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Adapter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,7 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 class Episode:
     """A support context C of a task, and a question of the same task with its answer.
 
-    Attributes:
-        task: the task's name.
-        support: the demonstrations.
-        query: the question, with an answer to train on.
-        answers: every accepted answer; if empty, the query's own.
+    `answers` are all accepted answers; if empty, the query's own.
     """
 
     task: str
@@ -32,37 +28,25 @@ class Episode:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """The answers that count as right."""
         return self.answers or (self.query.answer,)
 
 
+@dataclass
 class Tasks:
-    """JSONL files (see `data.examples.read_jsonl`), each a task named after its file.
+    """JSONL files (see `data.examples.read_jsonl`), each a task named after its file; arguments as in `TaskData`.
 
-    Args:
-        files: the files. If two have the same name, the tasks' names include their folders.
-        builder: cuts texts by the decoder's tokens.
-        max_context_tokens: a question's passages are cut to this many tokens together, the longest first.
-        max_answer_tokens: answers that are shown or learned from are cut to this many; accepted answers are not.
-        passages: how many of a question's passages are read, from the first on; None reads all.
-
-    Raises:
-        DataError: a file is missing, malformed, given twice, has a single question or a blank answer.
+    If two have the same name, the tasks' names include their folders. Accepted answers are not cut.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        builder: PromptBuilder,
-        max_context_tokens: int,
-        max_answer_tokens: int,
-        passages: int | None = None,
-    ) -> None:
+    files: InitVar[Sequence[Path]]
+    builder: PromptBuilder
+    max_context_tokens: int
+    max_answer_tokens: int
+    passages: int | None = None
+    examples: dict[str, list[Example]] = field(init=False)
+
+    def __post_init__(self, files: Sequence[Path]) -> None:
         self.examples = {name: _distinct(read_jsonl(file)) for name, file in zip(_names(files), files, strict=True)}
-        self.builder = builder
-        self.max_context_tokens = max_context_tokens
-        self.max_answer_tokens = max_answer_tokens
-        self.passages = passages
         for name, examples in self.examples.items():
             if len(examples) < 2:
                 raise DataError(f"the task {name} has one question: give it more, to demonstrate with")
@@ -111,36 +95,30 @@ def _names(files: Sequence[Path]) -> list[str]:
     raise DataError(f"two of the files are {twice.parent / twice.stem}, endings aside: rename one, or give it once")
 
 
+@dataclass(frozen=True)
 class Episodes(Sequence[Any]):
     """Episodes by number, drawn on access, so that an interrupted run continues with the same ones."""
 
-    def __init__(self, tasks: Tasks, length: int, demonstrations: int, seed: int) -> None:
-        self.tasks = tasks
-        self.length = length
-        self.demonstrations = demonstrations
-        self.seed = seed
+    tasks: Tasks
+    length: int
+    demonstrations: int
+    seed: int
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.length))]
         if not 0 <= index < self.length:
             raise IndexError(index)
         return self.tasks.draw(random.Random(f"{self.seed}:{index}"), self.demonstrations)
 
 
 def with_slots(episode: Episode, store: Any, ratio: int | None) -> Episode:
-    """The episode with soft contexts of a store for passages; ratio None leaves them as text.
-
-    Raises:
-        DataError: a question has no passages: whether it is read as text or by the reader would depend on its batch.
-    """
+    """The episode with soft contexts of a store for passages; ratio None leaves them as text."""
     if ratio is None:
         return episode
     for each in (*episode.support, episode.query):
-        if not each.passages:
+        if not each.passages:  # whether it is read as text or by the reader would depend on its batch
             raise DataError(
                 f"the question {each.question!r} of the task {episode.task} has no passages to make soft contexts of: "
                 "leave it out, or leave `ratio` out of the recipe"

@@ -27,7 +27,6 @@ class AnswersMean(nn.Module, BatchMean):
         self.decoder = decoder
 
     def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
-        """Number of answer tokens: (1,)."""
         return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
 
     def share(
@@ -42,10 +41,7 @@ class AnswersMean(nn.Module, BatchMean):
 
 
 class RetrievalAdapterLoss(AnswersMean):
-    """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G).
-
-    The change of a projection's weight is alpha / rank * b @ a.
-    """
+    """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G)."""
 
     def __init__(self, decoder: PlainDecoder, rank: int, alpha: int) -> None:
         super().__init__(decoder)
@@ -59,26 +55,20 @@ class RetrievalAdapterLoss(AnswersMean):
             nn.init.kaiming_uniform_(a, a=math.sqrt(5))
 
     def adapter(self) -> Adapter:
-        """The adapter as trained so far."""
         return Adapter(
             dict(zip(self.names, self.a, strict=True)), dict(zip(self.names, self.b, strict=True)), self.scale
         )
 
     def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
-        """The loss of these rows; `num_items_in_batch`: answer tokens of the whole batch; None: of these rows."""
         return self.share(rows, num_items_in_batch, self.adapter())
 
 
 class MatchingLoss(nn.Module):
     """Eq. 9 against the K-step SGD update of eq. 8, mean over contexts, without an answer loss (appendix G).
 
-    Args:
-        decoder: the frozen decoder.
-        update: holds the predictor to train and the frozen base adapter.
-        magnitude_weight: lambda of eq. 9.
-        keep: whether to keep what gradient descent made of each context, by its number, and to learn from it again:
-            solving a context takes K backward passes, learning from it almost no time. Kept in bfloat16, whose
-            rounding is far below the predictor's error.
+    `keep`: keep what gradient descent made of each context, by its number, and learn from it again: solving a context
+    takes K backward passes, learning from it almost no time. Kept in bfloat16, whose rounding is far below the
+    predictor's error.
     """
 
     def __init__(
@@ -93,7 +83,6 @@ class MatchingLoss(nn.Module):
         self._kept: dict[int, tuple[Tensor, ...]] = {}
 
     def forward(self, numbers: Sequence[int], contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
-        """The loss of the contexts with these numbers; `queries` are not used."""
         if not self.keep:
             pooled = self.update.pooled(self.decoder, contexts)
             target = self.update.target(self.decoder, contexts)

@@ -142,5 +142,4 @@ class PredictedUpdate(Adaptation):
 
 
 def _as_read(ratio: int | None) -> str:
-    """How demonstrations' passages are read, in words."""
     return "text" if ratio is None else f"soft contexts of ratio {ratio}"

@@ -26,13 +26,6 @@ class UpdatePredictor(nn.Module):
     little compared with the mean. So the encoder reads states minus their mean, divided by their spread.
     Updates are small compared with weights: if heads had to learn their scale from torch's initial one, AdamW's
     steps of 5e-4 would be coarse. So each head's output has a gain. `calibrate` measures all three once.
-
-    Args:
-        dim: width of the decoder's hidden states.
-        shapes: the projections and their widths.
-        rank: of U V^T, the base adapter's.
-        hidden: width of the encoder's first layer.
-        code: width of its output.
     """
 
     center: Tensor
@@ -63,9 +56,7 @@ class UpdatePredictor(nn.Module):
     def calibrate(self, pooled: Tensor, wanted: Mapping[str, Tensor]) -> None:
         """Measure scales on some contexts, so that first updates have their targets' norms in the geometric mean.
 
-        Args:
-            pooled: (contexts, dim).
-            wanted: norms of gradient descent's updates for these contexts, by projection: (contexts,).
+        `wanted` holds the norms of gradient descent's updates for these contexts, by projection: (contexts,).
         """
         self.center.copy_(pooled.mean(dim=0))
         spread = pooled.std(dim=0, correction=0)
@@ -82,17 +73,8 @@ def pooled_states(
     """Hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
 
     The demonstrations are read by the frozen decoder with the base adapter. As in all prompts here passages come first,
-    then question and answer; the paper has the question first (appendix G).
-
-    Args:
-        decoder: the frozen decoder.
-        contexts: the rows of each support context.
-        base: the base retrieval adapter.
-        layer: the layer after which states are taken; later layers are not run. None takes the last states,
-            after the final norm. The paper does not say which.
-
-    Raises:
-        ConfigError: the decoder has fewer layers.
+    then question and answer; the paper has the question first (appendix G). States are taken after `layer`, and later
+    layers are not run; None takes the last, after the final norm. The paper does not say which.
     """
     rows = [row for context in contexts for row in context]
     batch = splice(decoder.backbone.embeddings, rows)
@@ -103,7 +85,7 @@ def pooled_states(
 
 
 class _Reached(Exception):
-    """Raised once the wanted layer has made its states."""
+    pass
 
 
 def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> Tensor:

@@ -83,15 +83,12 @@ class Batches:
     episodes: Episodes
 
     def _episodes(self, numbers: Sequence[int]) -> list[Episode]:
-        """The episodes, with soft contexts for passages if the recipe says so."""
         return [with_slots(self.episodes[number], self.decoder.store, self.recipe.ratio) for number in numbers]
 
     def queries(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Questions with their answers."""
         return {"rows": rows_of(self.decoder, [episode.query for episode in self._episodes(numbers)])}
 
     def contexts(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Demonstrations, and a question of the same task."""
         whole = self._episodes(numbers)
         return {
             "numbers": numbers,
@@ -133,12 +130,7 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
 
 
 def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> Job:
-    """The job that trains an update predictor.
-
-    Args:
-        recipe: its settings.
-        objective: the loss; None takes `MatchingLoss`.
-    """
+    """The job that trains an update predictor; `objective` is the loss, by default `MatchingLoss`."""
     decoder = open_decoder(recipe)
     bundle, batches = decoder.bundle, batches_of(recipe, decoder, recipe.demonstrations)
     base = Adapter.from_pretrained(recipe.base, bundle.backbone.model)

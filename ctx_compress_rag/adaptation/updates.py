@@ -18,20 +18,13 @@ from ctx_compress_rag.prompt import Prompt
 
 @dataclass(frozen=True, eq=False)
 class GradientUpdate:
-    """How far gradient descent has moved the base adapter's factors, one row for each context.
-
-    Attributes:
-        base: the adapter W0 that it started from.
-        a: change of each projection's `a`: (contexts, rank, d_in).
-        b: change of each projection's `b`: (contexts, d_out, rank).
-    """
+    """How far gradient descent has moved the factors of `base`, W0: (contexts, rank, d_in), (contexts, d_out, rank)."""
 
     base: Adapter
     a: dict[str, Tensor]
     b: dict[str, Tensor]
 
     def adapted(self) -> Adapter:
-        """The adapter W^(K) after the steps, one row for each context."""
         return Adapter(
             {n: self.base.a[n] + change for n, change in self.a.items()},
             {n: self.base.b[n] + change for n, change in self.b.items()},
@@ -56,10 +49,7 @@ class GradientUpdate:
 def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], adapter: Adapter | None) -> Tensor:
     """Mean cross-entropy of each context's answer tokens given questions and passages: (contexts,).
 
-    Args:
-        decoder: reads the rows.
-        contexts: groups of rows.
-        adapter: is applied to the decoder; if it has rows, one for each context.
+    An `adapter` with rows has one for each context.
     """
     rows = [row for context in contexts for row in context]
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])

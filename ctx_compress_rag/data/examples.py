@@ -1,4 +1,4 @@
-"""Examples for training and evaluation, and the JSONL files that hold them."""
+"""Examples for training and evaluation, and the files that hold them: JSONL, or plain text to train on."""
 
 from __future__ import annotations
 
@@ -46,18 +46,14 @@ class Example:
 
 
 def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False) -> list[Example]:
-    """Read rows `{"question": str, "answers": [str, ...], "context": str or [str, ...]}`.
+    """Read rows `{"question": str, "answers": [str, ...], "context": str or [str, ...]}` of a .jsonl or .jsonl.gz file.
 
     Instead of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
     passage's first line. `"evidence": [str, ...]` may hold the verbatim parts of the passages that answer the
     question: the annotated positions that stage ram learns from (Read As Human, eq. 8).
 
-    Consecutive rows with the same context become one example of up to `max_turns` questions.
-
-    Args:
-        path: a .jsonl or .jsonl.gz file.
-        max_turns: maximum number of questions per example.
-        unanswerable: allow rows without answers, whose passages do not answer the question.
+    Consecutive rows with the same context become one example of up to `max_turns` questions. `unanswerable` allows rows
+    without answers, whose passages do not answer the question.
 
     Raises:
         DataError: the file cannot be read or has no rows, or a row has another form; the message names file and line.
@@ -128,6 +124,35 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
         if not part.strip() or not any(part in passage for passage in passages):
             raise DataError(f"{place}: no passage contains the evidence {part[:80]!r}: copy it exactly from a passage")
     return passages, Turn(row.question, tuple(row.answers), row.subject, tuple(row.evidence))
+
+
+def text_examples(path: str | Path, words: int) -> list[Example]:
+    """Rows of plain text, for stages that ask no questions: each of at least `words` words, except for a last one.
+
+    Rows end with a line; a document's end is a row's end. A .txt or .txt.xz file is one document; each distinct context
+    of a .jsonl or .jsonl.gz file of questions is one.
+    """
+    rows: list[list[str]] = []  # the lines of each
+    for document in _documents(Path(path)):
+        row: list[str] = []
+        for line in filter(None, map(str.strip, document.splitlines())):
+            if not row:
+                rows.append(row)
+            row.append(line)
+            if sum(len(line.split()) for line in row) >= words:
+                row = []
+    if not rows:
+        raise DataError(f"{path} holds no text: give one that does")
+    return [Example(("\n".join(lines),), (Turn("", ("",)),)) for lines in rows]
+
+
+def _documents(path: Path) -> Iterable[str]:
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return dict.fromkeys(p for e in read_jsonl(path, unanswerable=True) for p in e.passages)
+    if not path.name.endswith((".txt", ".txt.xz")):
+        raise DataError(f"{path} is not a text to train on: give a .txt, .txt.xz, .jsonl or .jsonl.gz file")
+    with open_text(path) as file:
+        return [file.read()]
 
 
 def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:

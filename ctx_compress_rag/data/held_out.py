@@ -21,11 +21,7 @@ _NOT_WORDS = re.compile(r"\W+")
 
 
 class HeldOut:
-    """Questions and passages that training must not see.
-
-    Args:
-        examples: what a model is scored with.
-    """
+    """Questions and passages that training must not see: those of the examples that a model is scored with."""
 
     def __init__(self, examples: Iterable[Example] = ()) -> None:
         self.questions: set[str] = set()
@@ -42,7 +38,6 @@ class HeldOut:
         self.passages.discard("")
 
     def has_question(self, question: str) -> bool:
-        """Whether a question is a held-out one."""
         return _plain(question) in self.questions
 
     def has_passage(self, text: str) -> bool:
@@ -52,10 +47,8 @@ class HeldOut:
     def without(self, examples: Sequence[Example], source: object, passages: bool = True) -> list[Example]:
         """The examples that share no question with what is held out, and no passage; a log message counts the others.
 
-        Args:
-            examples: training data.
-            source: where they are from, for the message.
-            passages: False lets passages be shared: both sides are then retrieved from one corpus.
+        `source` names them in the message. `passages=False` lets passages be shared: both sides are then retrieved from
+        one corpus.
         """
         shared = {p: self.has_passage(p) for e in examples for p in e.passages} if passages else {}
         kept = [

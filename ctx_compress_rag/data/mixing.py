@@ -17,13 +17,8 @@ _DRAWS = 20
 def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: int) -> list[Example]:
     """Mix the examples of several files; the same seed gives the same prompts.
 
-    The result consists of blocks of examples of similar length, so that a batch needs little padding.
-
-    Args:
-        files: the examples of each file in the file's order, in which neighbors have similar subjects.
-        config: how to mix them.
-        seed: for all random draws.
-        block: examples per block: the batch size.
+    The result consists of blocks of `block` examples (the batch size) of similar length, so that a batch needs little
+    padding. Each file's examples are in its order, in which neighbors have similar subjects.
     """
     mixer = _Mixer(files, config, random.Random(f"mix:{seed}"))
     mixed = [

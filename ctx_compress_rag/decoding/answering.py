@@ -29,9 +29,6 @@ class Answering:
     """The answer to one prompt. Any engine that has the scores of the next token can use it.
 
     Args:
-        prompt: the prompt.
-        sampling: how tokens are chosen and when to end.
-        tokenizer: the decoder's.
         settings: the decoder's `generation_config`.
         window: most positions of prompt and answer together; None means any number.
         device: where the scores are.
@@ -78,14 +75,9 @@ class Answering:
         self._sent = 0
 
     def take(self, scores: Tensor, likeliest: int | None = None) -> Generation | None:
-        """Choose the next token; returns the answer if the token ends it.
+        """Choose the next token by the scores (vocabulary,); returns the answer if the token ends it.
 
-        Args:
-            scores: of all tokens: (vocabulary,).
-            likeliest: their argmax, if it is known.
-
-        Raises:
-            ConfigError: the JSON schema exceeds the limits of what enforces it.
+        `likeliest` is the argmax of the scores, if it is known.
         """
         token = likeliest
         if token is None or self._filters:
@@ -153,7 +145,6 @@ class _Text:
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

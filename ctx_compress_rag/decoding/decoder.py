@@ -161,11 +161,7 @@ class Decoder:
 
 
 def check_options(engine: str, options: Mapping[str, object]) -> None:
-    """Refuse an unknown engine, and options that it does not have.
-
-    Raises:
-        ConfigError: one of these.
-    """
+    """Refuse an unknown engine, and options that it does not have."""
     if engine not in _OPTIONS and not is_address(engine):
         known = ", ".join(map(repr, _OPTIONS))
         raise ConfigError(f"engine={engine!r} is unknown: give {known} or the address of a vLLM server (http://...)")

@@ -22,10 +22,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-r
 class Served:
     """The names of a bundle's decoder on a server, besides the bundle's own, which the decoder's weights have.
 
-    Attributes:
-        text: what reads prompts without slots.
-        soft: what reads prompts with slots.
-        adapters: for each name that is an adapter, its name in the backbone.
+    `text` reads prompts without slots, `soft` those with; `adapters` maps a name to the adapter's name in the backbone.
     """
 
     text: str
@@ -34,11 +31,7 @@ class Served:
 
 
 def served(bundle: Bundle) -> Served:
-    """The names of a bundle's decoder on a server that is started as `export` says.
-
-    Raises:
-        ConfigError: a server cannot run the bundle's reader.
-    """
+    """The names of a bundle's decoder on a server that is started as `export` says."""
     reader, name = bundle.reader, bundle.config.name
     method = bundle.config.method.name
     if type(reader) is not Reader:
@@ -63,15 +56,7 @@ def served(bundle: Bundle) -> Served:
 
 
 def export(bundle: Bundle, folder: str | Path) -> list[str]:
-    """Write decoder and adapters for vLLM; return the command that serves them.
-
-    Args:
-        bundle: the bundle.
-        folder: where to write; the decoder goes into `decoder`, each adapter into a folder of its name.
-
-    Raises:
-        ConfigError: a server cannot run the bundle's reader.
-    """
+    """Write decoder and adapters for vLLM, each into a folder of its name; return the command that serves them."""
     names, backbone, folder = served(bundle), bundle.backbone, Path(folder)
     decoder = folder / DECODER_FOLDER
     decoder.mkdir(parents=True, exist_ok=True)

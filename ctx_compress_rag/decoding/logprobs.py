@@ -12,14 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of an answer, and its log-probability.
+    """A token of an answer, and the natural logarithm of its probability.
 
-    The probability is the model's own, before temperature, schemas, quotations and the decoder's settings.
-
-    Attributes:
-        token: the token's text.
-        logprob: natural logarithm of its probability.
-        top: the likeliest tokens at its place, likeliest first, with theirs; as many as were asked for.
+    The probability is the model's own, before temperature, schemas, quotations and the decoder's settings. `top` has
+    the likeliest tokens at its place, likeliest first, with theirs; as many as were asked for.
     """
 
     token: str
@@ -28,12 +24,7 @@ class TokenLogprob:
 
 
 class Recorder:
-    """Notes the log-probabilities of an answer's tokens.
-
-    Args:
-        tokenizer: the decoder's.
-        top: how many of the likeliest tokens to note at each place.
-    """
+    """Notes the log-probabilities of an answer's tokens, and of the `top` likeliest at each place."""
 
     def __init__(self, tokenizer: Any, top: int) -> None:
         self._tokenizer = tokenizer

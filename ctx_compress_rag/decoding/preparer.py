@@ -108,11 +108,7 @@ class Preparer:
         return prepared
 
     def _contents(self, index: int, prompt: PromptLike) -> list[str]:
-        """A raw prompt, or the contents of a chat's messages.
-
-        Raises:
-            ConfigError: the prompt is malformed, empty, or too long, as its characters already show.
-        """
+        """A raw prompt, or the contents of a chat's messages."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(messages, Iterable):
             raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")

@@ -17,13 +17,7 @@ _Run = tuple[tuple[QuotedToken, ...], int]
 
 
 class QuoteFilter:
-    """Allows only tokens that keep an answer the beginning of a quotation.
-
-    Args:
-        quotable: what it may quote.
-        end_ids: tokens that end the answer.
-        limit: most tokens of the answer; a word that does not fit is not begun.
-    """
+    """Allows only tokens that keep an answer the beginning of a quotation; a word that exceeds `limit` is not begun."""
 
     def __init__(self, quotable: Quotable, end_ids: Collection[int], limit: int) -> None:
         self._quotation = _Quotation(quotable)

@@ -47,11 +47,7 @@ _REFUSED: dict[str, Any] = {
 
 
 def own_settings(config: Any) -> dict[str, Any]:
-    """The settings of a model's `generation_config` that change scores, and its `stop_strings`.
-
-    Raises:
-        ConfigError: it asks for something that cannot be done here.
-    """
+    """The settings of a model's `generation_config` that change scores, and its `stop_strings`."""
     for name, value in _given(config, _REFUSED).items():
         raise ConfigError(
             f"the decoder's generation_config has {name}={value!r}, which is not supported: give "
@@ -66,13 +62,7 @@ def _given(config: Any, neutral: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
-    """The logits processors of a decoder's own settings, in the order of transformers.
-
-    Args:
-        own: what `own_settings` found, without stop strings.
-        ends: tokens that end an answer.
-        device: the scores' device.
-    """
+    """The logits processors of a decoder's own settings (without stop strings), in the order of transformers."""
     made: dict[str, Callable[[Any], LogitsProcessor]] = {
         "sequence_bias": SequenceBiasLogitsProcessor,
         "repetition_penalty": RepetitionPenaltyLogitsProcessor,

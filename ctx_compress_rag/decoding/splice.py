@@ -46,15 +46,7 @@ class Spliced:
 
 
 def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
-    """Embed the ids of each prompt, put its slots between them, and pad all to one length.
-
-    Args:
-        embed: the decoder's input embedding layer.
-        prompts: the prompts.
-
-    Raises:
-        ConfigError: a prompt is empty, or its slots do not have the decoder's width.
-    """
+    """Embed the ids of each prompt, put its slots between them, and pad all to one length."""
     embedded: list[Tensor] = []
     device = next(embed.parameters()).device
     for index, prompt in enumerate(prompts):
@@ -76,12 +68,9 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
 
 @contextmanager
 def open_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> Iterator[Any]:
-    """Lock a decoder's transformers model for this thread, set up to read prompts.
+    """Lock a decoder's transformers model for this thread, set up to read prompts; `soft` if they have slots.
 
-    Args:
-        bundle: a decoder, or the bundle that reads the slots.
-        soft: whether the prompts have slots, or are plain text.
-        slot_mask: bool (batch, length), True at slots.
+    `slot_mask` is bool (batch, length), True at slots.
     """
     with bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder() as model:
         yield model
@@ -91,11 +80,6 @@ def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tens
     """Logits that predict the tokens of the prompts' answers, and the ids of these tokens, prompt by prompt.
 
     Logits are computed only at positions that predict an answer token in some prompt of the batch.
-
-    Args:
-        model: a transformers causal LM.
-        batch: the prompts, spliced.
-        prompts: the prompts.
 
     Shape: (answer tokens, vocabulary), (answer tokens,)
     """
@@ -112,10 +96,7 @@ def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tens
 def in_batches(prompts: Sequence[Prompt], size: int, run: Callable[[list[int]], Iterable[T]]) -> list[T]:
     """Call `run` on batches of prompts; returns its result for each prompt, in order.
 
-    Args:
-        prompts: the prompts.
-        size: most prompts in a batch.
-        run: called with the indices of a batch: all soft or none, and of similar length, so that little is padding.
+    `run` gets the indices of a batch: all soft or none, and of similar length, so that little is padding.
     """
     done: dict[int, T] = {}
     for soft in (False, True):

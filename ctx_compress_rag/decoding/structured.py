@@ -28,9 +28,6 @@ def closed_schema(schema: str) -> Any:
     """A JSON schema that allows only the fields it names, unless it explicitly allows others.
 
     A small decoder that may add other fields never stops adding them.
-
-    Raises:
-        ConfigError: the schema is not JSON, or is nested too deep.
     """
     try:
         return _closed(json.loads(schema))
@@ -39,17 +36,7 @@ def closed_schema(schema: str) -> Any:
 
 
 class JsonFilter:
-    """Allows only tokens that keep an answer the beginning of JSON of the schema.
-
-    Args:
-        schema: the schema, as JSON.
-        tokenizer: the decoder's.
-        end_ids: tokens that end the answer.
-
-    Raises:
-        MissingExtraError: the `serve` extra is not installed.
-        ConfigError: the schema is invalid, or cannot be enforced.
-    """
+    """Allows only tokens that keep an answer the beginning of JSON of the schema."""
 
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int]) -> None:
         with needs("serve"):
@@ -65,11 +52,7 @@ class JsonFilter:
             raise _refused(schema, said)
 
     def __call__(self, ids: Sequence[int], scores: Tensor) -> Tensor:
-        """Mask the scores (vocabulary,) of the token that follows `ids`, the answer so far.
-
-        Raises:
-            ConfigError: the schema exceeds the limits of llguidance; the answer so far is not complete JSON.
-        """
+        """Mask the scores (vocabulary,) of the token that follows `ids`, the answer so far."""
         matcher = self._matcher
         if ids and not matcher.is_stopped():
             matcher.consume_token(ids[-1])

@@ -28,10 +28,7 @@ from ctx_compress_rag.text.answers import normalize_answer, token_f1
 
 @dataclass(frozen=True)
 class Asked:
-    """A question and the passages retrieved for it.
-
-    `ids` are the passages' ids in the store; None takes hashes of their texts.
-    """
+    """A question, the passages retrieved for it, and their ids in the store; None takes hashes of their texts."""
 
     question: str
     passages: tuple[str, ...]
@@ -43,7 +40,6 @@ class Agreement:
     """Two answers to one question: from the passages' full text, and from soft context or none.
 
     Attributes:
-        question: the question.
         ratio: source tokens per slot; None if the decoder was given no context.
         full_text: the answer from full text.
         answer: the answer from soft context, or from none.
@@ -52,7 +48,6 @@ class Agreement:
             of the divergence between the next-token distributions. 0 if these are equal. Unlike `f1`, it also shows
             when an answer only just stayed the same.
         prompt_tokens: length of the prompt, a slot counting as one.
-        full_text_tokens: length of the full-text prompt.
     """
 
     question: str
@@ -98,10 +93,6 @@ def agreement(
         progress: show a progress bar.
 
     Returns: one for each question, in order; first for each ratio, then without context (ratio None).
-
-    Raises:
-        ConfigError: the store's bundle has no decoder, or a question's full text is longer than its window.
-        RatioError: a ratio cannot be made from what is stored.
     """
     bundle = store.bundle
     if not isinstance(bundle, Bundle):
@@ -146,7 +137,6 @@ def _served(bundle: Bundle, stored: int) -> list[int]:
 
 
 def _given(store: SoftContextStore, asked: Asked, ratio: int | None) -> list[str]:
-    """The markers that stand for a question's passages; without a ratio, nothing."""
     if ratio is None:
         return []
     return mark(store, asked.passages, asked.ids, question=asked.question, ratio=ratio)

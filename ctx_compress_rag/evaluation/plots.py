@@ -38,18 +38,8 @@ def plot_scores(
 ) -> Path:
     """Save score against compression ratio as a PNG.
 
-    Args:
-        path: the file; its folder is made.
-        curves: the systems; first the one that the plot is about. Five can be told apart.
-        levels: scores that have no ratio (full text, no context), drawn as horizontal lines.
-        ylabel: name of the score.
-        title: a line above the plot.
-
-    Returns:
-        The file.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    The first of `curves` is what the plot is about; five can be told apart. `levels` are scores that have no ratio
+    (full text, no context), drawn as horizontal lines.
     """
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
@@ -94,11 +84,7 @@ def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; `width` and `height` are in inches.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """An empty figure; `width` and `height` are in inches."""
     with needs("train"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -110,7 +96,6 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write the figure as a PNG, creating its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

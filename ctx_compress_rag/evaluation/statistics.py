@@ -20,11 +20,7 @@ _SEED = 0
 
 
 def standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean of the scores, one per question.
-
-    Raises:
-        DataError: fewer than two scores, which have no spread.
-    """
+    """Standard error of the mean of the scores, one per question."""
     if len(scores) < 2:
         raise DataError(f"a standard error needs two scores or more, got {len(scores)}")
     return float(np.std(scores, ddof=1) / np.sqrt(len(scores)))
@@ -44,20 +40,9 @@ def teacher_normalized(
 ) -> Interval | None:
     """The share of the gain from full text that compression keeps (Simple Context Compression, section 5.1).
 
-    (compressed - no context) / (full text - no context), each the mean of any score over the same
-    questions, answered by the same decoder.
-
-    Args:
-        compressed: score of each question with the compressed context.
-        no_context: score of the same questions, in the same order, without context.
-        full_text: score of the same questions, in the same order, with the full text.
-
-    Returns:
-        The share and its interval; None if the full text is not significantly better than no context (at the same
-        confidence level), because there is then no gain to take a share of.
-
-    Raises:
-        DataError: the three have no scores, or different numbers of them.
+    (compressed - no context) / (full text - no context), each the mean of any score over the same questions in the same
+    order, answered by the same decoder. None if the full text is not significantly better than no context (at the
+    interval's confidence level), because there is then no gain to take a share of.
     """
     whole, means = _resampled(compressed, no_context, full_text)
     gain, worth = means[:, 0] - means[:, 1], means[:, 2] - means[:, 1]

@@ -49,7 +49,7 @@ def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False)
 
     Args:
         text: the text.
-        tokenizer: the decoder's transformers tokenizer.
+        tokenizer: the decoder's.
         max_tokens: maximum tokens of a passage, counted without special tokens; at least 8.
         markdown: start a new passage at each heading, with the text below; headings that follow each other stay
             together, and the cells of tables lose their padding.

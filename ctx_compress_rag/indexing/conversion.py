@@ -76,7 +76,6 @@ def _unread_parts(path: Path, text: str) -> list[str]:
 
 
 def main() -> None:
-    """Answer until there are no more paths."""
     import markitdown.converters  # noqa: F401  # what it takes does not count
 
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")

@@ -36,9 +36,7 @@ class DemoSystem:
     """A way to give the decoder its context, and its results.
 
     Attributes:
-        label: its name.
         ratio: source tokens per slot; None without slots.
-        answers: one per question.
         scores: token F1 of each answer.
         prompt_tokens: mean length of the prompts, a slot counted as a token.
         stored_bytes: size of what is stored of the whole corpus for these prompts.
@@ -55,7 +53,6 @@ class DemoSystem:
 
     @property
     def score(self) -> float:
-        """Mean F1."""
         return mean(self.scores)
 
 
@@ -67,7 +64,6 @@ class DemoReport:
         stored: how many passages were compressed now, and how many before.
         retrieved: for how many of the questions retrieval found every passage needed.
         systems: full text, soft context from the finest ratio to the coarsest, no context.
-        tables: the answers and the scores as text.
         picture: the plot of score against ratio, a PNG.
     """
 
@@ -81,12 +77,8 @@ class DemoReport:
 def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
     """Index the demo's corpus in a Chroma folder, and ask its questions with each kind of context.
 
-    The plot is saved beside the folder, under its name with `.png`. A second run compresses nothing.
-
-    Args:
-        folder: the Chroma folder; created if missing.
-        bundle: a bundle in place of the folder's own, or of the shipped one if the folder has none.
-        progress: show progress bars.
+    The plot is saved beside the folder, under its name with `.png`. A second run compresses nothing. `bundle` takes the
+    place of the folder's own, or of the shipped one if the folder has none.
     """
     folder = Path(folder)
     corpus = wikipedia_corpus()
@@ -154,7 +146,6 @@ def _first_token_ms(decoder: Decoder, prompt: Sequence[Message]) -> float:
 
 
 def _tables(corpus: Corpus, systems: Sequence[DemoSystem], hits: list[list[Hit]]) -> str:
-    """The answers at one ratio, and the scores at all."""
     ratios = [s.ratio for s in systems if s.ratio]
     shown = [s for s in systems if s.ratio in (None, _SHOWN if _SHOWN in ratios else ratios[0])]
     rows = [

@@ -51,8 +51,7 @@ class Document(NamedTuple):
 class Reader:
     """Reads files one after another; documents in a process of its own, which is killed at its limits.
 
-    Args:
-        costly: a file that keeps the hashes of documents that met a limit, so that no later run tries them.
+    `costly` is a file that keeps the hashes of documents that met a limit, so that no later run tries them.
     """
 
     def __init__(self, costly: Path | None) -> None:
@@ -69,11 +68,7 @@ class Reader:
             self._process = None
 
     def read(self, path: Path) -> Document:
-        """A file's text.
-
-        Raises:
-            DataError: it cannot be read; the message says why.
-        """
+        """A file's text; the DataError says why it cannot be read."""
         try:
             if path.suffix.lower() in TEXTS:
                 return Document(path.read_text(encoding="utf-8-sig"))

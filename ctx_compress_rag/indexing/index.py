@@ -50,13 +50,7 @@ class Added(NamedTuple):
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:
-    """Make a passage whose id depends on its root, source and text, so that a changed text has another id.
-
-    Args:
-        text: the passage.
-        source: its file within the root, or another name a reader can look it up by.
-        root: the folder that was indexed.
-    """
+    """Make a passage whose id depends on its root, source and text, so that a changed text has another id."""
     digest = hashlib.sha256("\0".join((root, source, text)).encode()).hexdigest()[:16]
     return Passage(text, f"{source}#{digest}", {"source": source, "root": root})
 
@@ -72,10 +66,7 @@ class Hit:
 
 
 class PassageCollection(Collection):
-    """The collection `passages`."""
-
     def check(self, metadata: Row) -> None:
-        """See `Collection.check`."""
         if BUNDLE_KEY not in metadata:
             raise StoreError(
                 f"the collection {self.name!r} in {self.place.where} was not made by `ctx-compress index`: choose "
@@ -100,10 +91,7 @@ class PassageIndex:
     """Passages to retrieve, and their soft contexts. Open one with `open_index`.
 
     Attributes:
-        bundle: the bundle.
-        bundle_name: its address, recorded in a new index.
-        folder: where it is.
-        store: the soft contexts.
+        bundle_name: the bundle's address, recorded in a new index.
         embedder: the sentence encoder that passages and questions are compared with.
         interrupted: whether a process was killed while it wrote to the folder, and `mend` has not been called since.
     """
@@ -124,9 +112,6 @@ class PassageIndex:
 
         At most 250 passages are in memory at a time. After an interruption the same call resumes. A passage that then
         has only a vector is compressed when it is added again, or retrieved.
-
-        Args:
-            passages: as `make_passage` makes them.
         """
         stream = iter(passages)
         while group := list(islice(stream, _LOOKED_UP)):
@@ -141,7 +126,6 @@ class PassageIndex:
                 yield Added(len(batch), 0)
 
     def _missing(self, passages: Sequence[Passage]) -> list[Passage]:
-        """The passages without a vector or a soft context."""
         ids = [str(passage.id) for passage in passages]
         compressed = self.store.has([passage.text for passage in passages], ids)
         found = set(self._passages.existing(ids))
@@ -167,7 +151,6 @@ class PassageIndex:
         return restored
 
     def remove(self, ids: Sequence[str]) -> None:
-        """Remove passages from both collections."""
         if not ids:
             return
         # Soft contexts first: what is left after an interruption is still listed by `sources`.
@@ -175,7 +158,6 @@ class PassageIndex:
         self._passages.delete(ids)
 
     def roots(self) -> dict[str, dict[str, str]]:
-        """By folder that was indexed, the source of each passage by id."""
         return self._passages.roots()
 
     def sources(self, root: str) -> dict[str, str]:
@@ -206,7 +188,6 @@ class PassageIndex:
         return self._passages.count()
 
     def close(self) -> None:
-        """Close the engine."""
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -283,11 +264,7 @@ class IndexInfo:
 
 
 def inspect_index(folder: str | Path) -> IndexInfo:
-    """What is in an index, read without loading its bundle.
-
-    Raises:
-        StoreError: there is no index, or nothing in it.
-    """
+    """What is in an index, read without loading its bundle."""
     with _recorded(folder) as (passages, soft):
         about, (name, embedder) = soft.metadata(), passages.made_with()
         return IndexInfo(
@@ -315,7 +292,6 @@ def _orphans(passages: PassageCollection, soft: Collection) -> list[str]:
 
 @contextmanager
 def _recorded(folder: str | Path) -> Iterator[tuple[PassageCollection, Collection]]:
-    """The passages of an index, and the records of their soft contexts."""
     check_there(folder)
     with closing(connect(str(folder))) as place:
         soft = Collection(place, f"{COLLECTION}-ctx")

@@ -37,7 +37,6 @@ class Input(ABC):
     """Texts to index, read lazily.
 
     Attributes:
-        path: the folder or file.
         bytes: size of the whole input.
         kind: what the texts are called.
         costly: a file that keeps what later runs need not try again; see `documents.Reader`.
@@ -68,9 +67,6 @@ class FolderInput(Input):
 
     Empty files, and files and folders that cannot be read, are skipped with a warning; links to folders are not
     followed.
-
-    Raises:
-        DataError: there is no such folder, or it has no files of a type that is read.
     """
 
     kind = "files"

@@ -23,12 +23,9 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Conversion:
-    """A bundle's contents.
+    """A bundle's contents: saved tensors by name, and `BundleConfig`'s settings, except name, decoder and source.
 
     Attributes:
-        settings: of `BundleConfig`, except name, decoder and source.
-        compressor: its saved tensors.
-        reader: its saved tensors.
         adapters: the LoRA tensors of "compressor" and "reader", by names such as
             `model.layers.0.self_attn.q_proj.lora_A.weight`.
     """
@@ -43,7 +40,6 @@ class Format(ABC):
     """How the checkpoints of a project are recognized and converted. Recognition reads names and JSON, never code.
 
     Attributes:
-        name: the format's name.
         known: published checkpoints, as arguments of `ctx-compress import`, and their licenses.
         decoder_tensors: the decoder's tensors that `convert` reads.
         caution: what the user has to check, because the files do not say it.
@@ -55,7 +51,6 @@ class Format(ABC):
     caution: str = ""
 
     def license(self, checkpoint: Checkpoint) -> str:
-        """The license of the published weights."""
         return checkpoint.license
 
     @abstractmethod
@@ -82,11 +77,7 @@ class Format(ABC):
 
 
 class DecoderWithoutWeights(Backbone):
-    """A decoder without its weights, for which a bundle is written: gigabytes less to load.
-
-    Attributes:
-        files: the decoder's transformers folder.
-    """
+    """A decoder without its weights, for which a bundle is written: gigabytes less to load."""
 
     def __init__(self, files: Checkpoint) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -27,15 +27,7 @@ _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-b
 
 @dataclass(frozen=True)
 class Import:
-    """A published checkpoint that is about to become a bundle.
-
-    Attributes:
-        checkpoint: its files.
-        format: how they are read.
-        decoder: the decoder, without its weights.
-        encoder: an encoder with weights of its own, or None.
-        parameters: of decoder and encoder together.
-    """
+    """A published checkpoint that is about to become a bundle; `parameters` counts decoder and encoder together."""
 
     checkpoint: Checkpoint
     format: Format
@@ -211,7 +203,6 @@ def import_published(
 
 
 def _copy_files(part: Checkpoint, folder: Path) -> None:
-    """Copy a transformers folder's files."""
     folder.mkdir()
     for name in part.of_transformers:
         shutil.copyfile(part.path(name), folder / name)

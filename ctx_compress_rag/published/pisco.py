@@ -117,10 +117,7 @@ class Pisco(Format):
 
     @staticmethod
     def _bos(decoder: DecoderWithoutWeights) -> Tensor:
-        """The embedding that CLaRa's code takes for a decoder without BOS (Qwen): its first special token's.
-
-        Shape: -> (1, dim), or (0, dim) if the decoder has a BOS.
-        """
+        """What CLaRa's code takes for a decoder without BOS (Qwen): its first special token's embedding, (1, dim)."""
         if decoder.tokenizer.bos_token_id is not None:
             return decoder.vocabulary[:0]
         if not (special := decoder.tokenizer.extra_special_tokens):

@@ -19,11 +19,7 @@ _OWN: tuple[type[Format], ...] = (Lclm, Pisco, Xrag, Icae)
 
 
 def formats() -> list[Format]:
-    """The known formats, those of other packages last.
-
-    Raises:
-        ConfigError: another package's cannot be loaded.
-    """
+    """The known formats, those of other packages last."""
     found = [each() for each in _OWN]
     for entry in entry_points(group="ctx_compress_rag.published"):
         try:
@@ -37,11 +33,6 @@ def formats() -> list[Format]:
 
 
 def recognized(checkpoint: Checkpoint) -> Format:
-    """The format of a checkpoint.
-
-    Raises:
-        BundleError: it is of none; the message says why, if it is a known one that cannot be imported.
-    """
     if reason := _refusal(checkpoint):
         raise BundleError(f"{checkpoint} cannot be imported: {reason}")
     known = formats()

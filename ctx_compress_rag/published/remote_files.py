@@ -66,7 +66,6 @@ class Checkpoint:
 
     @property
     def folders(self) -> list[str]:
-        """Names of its folders."""
         return sorted({name.split("/")[0] for name in self.sizes if "/" in name})
 
     @property
@@ -81,7 +80,6 @@ class Checkpoint:
         return [*(name for name in self.sizes if "/" not in name and name.endswith(_OF_TRANSFORMERS)), *sorted(weights)]
 
     def bytes_of(self, names: Iterable[str]) -> int:
-        """Bytes of these files together."""
         return sum(self.sizes.get(name, 0) for name in names)
 
     def path(self, name: str) -> Path:
@@ -218,5 +216,4 @@ def _reaching(name: str) -> Iterator[None]:
 
 
 def short(error: Exception) -> str:
-    """An error's text on one line."""
     return " ".join(str(error).split())[:200]

@@ -25,14 +25,8 @@ async def answer(
 ) -> AsyncGenerator[str | Generation, None]:
     """Yield a prompt's answer piece by piece, then the whole Generation.
 
-    If closed early or canceled, generation stops after the token in progress.
-
-    Args:
-        decoder: what answers.
-        prompt: what to answer.
-        sampling: how to answer.
-        scope: whose markers are read; None for the store's own.
-        threads: what reads the prompt.
+    If closed early or canceled, generation stops after the token in progress. `scope` is whose markers are read (None
+    for the store's own); `threads` read the prompt.
     """
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[str | Generation | BaseException] = asyncio.Queue()
@@ -58,14 +52,9 @@ async def answer(
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """Return what `work` gives; cancel it if the client disconnects first.
+    """Return what `work` gives; cancel it and raise ClientGoneError if the client disconnects first.
 
-    Args:
-        receive: ASGI's, after the body was read: the next message is the disconnect.
-        work: what the client waits for.
-
-    Raises:
-        ClientGoneError: the client has disconnected.
+    `receive` is ASGI's, after the body was read: the next message is the disconnect.
     """
 
     async def gone() -> None:

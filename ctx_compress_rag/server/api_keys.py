@@ -14,14 +14,7 @@ _MIN_LENGTH = 16
 
 
 class ApiKeys:
-    """Which scope each API key opens.
-
-    Args:
-        scopes: the scope (tenant or user) of each key. Several keys may open one scope.
-
-    Raises:
-        ConfigError: a key is too short or not printable ASCII, or a scope has no name.
-    """
+    """Which scope (tenant or user) each API key opens. Several keys may open one scope."""
 
     def __init__(self, scopes: Mapping[str, str]) -> None:
         for key, scope in scopes.items():

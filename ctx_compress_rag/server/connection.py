@@ -48,7 +48,6 @@ class LimitedProtocol(H11Protocol):
             self._deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -19,14 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """A request that is refused.
-
-    Args:
-        status: the HTTP status.
-        message: what is wrong and what to do.
-        code: OpenAI's error code.
-        param: the field at fault.
-    """
+    """A request that is refused with an HTTP status; `code` is OpenAI's, `param` the field at fault."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)

@@ -53,9 +53,7 @@ class Guard:
 
     Args:
         app: the app; gets the key's scope as `state.tenant`, and the body as one message.
-        metrics: where to count.
         keys: which key opens which scope; None lets everyone in, in the store's own scope (None).
-        limits: how many requests at a time, and how long their bodies.
         hosts: without keys, the names besides this machine's own that a request may be sent to. A web page of another
             name, which its owner points to this machine, could read the store.
         seconds: how long a client may take to send its body.
@@ -79,7 +77,6 @@ class Guard:
         self._running = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

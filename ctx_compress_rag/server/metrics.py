@@ -12,8 +12,6 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """Counters of one app."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
@@ -44,11 +42,9 @@ class Metrics:
         )
 
     def count(self, answer: Generation) -> None:
-        """Count the tokens of an answer."""
         self._tokens.labels("prompt").inc(answer.prompt_tokens)
         self._tokens.labels("slot").inc(answer.slots)
         self._tokens.labels("completion").inc(answer.completion_tokens)
 
     def text(self) -> bytes:
-        """All metrics, as Prometheus reads them."""
         return generate_latest(self.registry)

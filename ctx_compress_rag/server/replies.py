@@ -59,7 +59,6 @@ def last_chunk(kind: Kind, head: dict[str, Any], answer: Generation) -> str:
 
 
 def event(body: dict[str, Any]) -> str:
-    """A server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 

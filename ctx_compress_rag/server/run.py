@@ -25,13 +25,7 @@ _BACKLOG = 2048
 def listen(host: str, port: int, guarded: bool) -> socket.socket:
     """A socket that listens on an address; clients that connect before `serve` runs wait for it.
 
-    Args:
-        host: the address.
-        port: the port; 0 takes a free one.
-        guarded: whether clients need an API key.
-
-    Raises:
-        ConfigError: the address cannot be used, or is not this machine's own and there are no API keys.
+    Port 0 takes a free one; `guarded` is whether clients need an API key.
     """
     if not guarded and not is_local(host):
         raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
@@ -45,11 +39,7 @@ def listen(host: str, port: int, guarded: bool) -> socket.socket:
 def serve(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then accept no new requests, and give running ones `grace` seconds.
 
-    Args:
-        app: the ASGI app.
-        listener: from `listen`.
-        grace: seconds after which running answers are cut.
-        started: called with the server's address.
+    `listener` is from `listen`; `started` is called with the server's address.
     """
     host, port, *_ = listener.getsockname()
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, without_long
+from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, text_examples, without_long
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.data.mixing import mix
-from ctx_compress_rag.data.texts import text_examples
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.config import DataConfig, Recipe
 
@@ -18,9 +17,6 @@ def load_examples(recipe: Recipe) -> list[Example]:
 
     A stage that recites gets the distinct passages; one that repeats texts besides its questions gets them
     from `load_texts`.
-
-    Raises:
-        DataError: a file cannot be read, or no example is left.
     """
     data, held_out = recipe.data, _held_out(recipe.data)
     files = [

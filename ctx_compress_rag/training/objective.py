@@ -21,18 +21,12 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts whose passages are holes.
-
-    Attributes:
-        prompts: the prompts.
-        passages: for each prompt, which passage of the batch fills each hole.
-    """
+    """Prompts whose passages are holes, and for each prompt which passage of the batch fills each hole."""
 
     prompts: list[PromptTemplate]
     passages: list[list[int]]
 
     def only(self, numbers: Sequence[int]) -> PromptBatch:
-        """The prompts with these indices."""
         return PromptBatch([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
 
     @property
@@ -41,7 +35,6 @@ class PromptBatch:
         return sum(len(ids) for prompt in self.prompts for ids in prompt.ids)
 
     def answer_lengths(self) -> list[int]:
-        """Number of answer tokens in each prompt."""
         return [sum(int(mask.sum()) for mask in prompt.answers) for prompt in self.prompts]
 
     def answer_tokens(self) -> Tensor:
@@ -68,11 +61,7 @@ class PassageTable:
 class ExampleCollator:
     """Makes prompts from examples, and an objective's arguments from prompts.
 
-    Args:
-        builder: renders prompts.
-        templates: prompt templates, one drawn for each example.
-        max_context_tokens: longest context of an example, divided among its passages (see `prompts.shares`).
-        seed: for the draws.
+    One template is drawn for each example; `max_context_tokens` are divided among its passages by `prompts.shares`.
     """
 
     builder: PromptBuilder
@@ -83,9 +72,6 @@ class ExampleCollator:
 
 class SlotObjective(nn.Module, ABC):
     """A loss on the decoder's predictions from slots.
-
-    Args:
-        bundle: the bundle to train; its trained parameters become this module's.
 
     Attributes:
         ratios: the ratios of the current step.

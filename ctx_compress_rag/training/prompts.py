@@ -39,11 +39,8 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
 class PromptBuilder:
     """Renders examples for one tokenizer. An answer's ids are the same with text and with slots.
 
-    Args:
-        tokenizer: the decoder's.
-        max_answer_tokens: answers are cut to this many tokens.
-        separator: what stands between the slots of two passages.
-        answer_prefix: with what an answer from slots begins, as part of the prompt.
+    `separator` stands between the slots of two passages; `answer_prefix` begins an answer from slots, as part of the
+    prompt.
     """
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.

@@ -34,11 +34,7 @@ _MAY_CHANGE = {
 
 
 def refuse_another(recipe: BaseRecipe) -> None:
-    """Refuse to continue another recipe's checkpoints.
-
-    Raises:
-        ConfigError: the checkpoints are from a recipe with other settings.
-    """
+    """Refuse to continue another recipe's checkpoints."""
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
     if not file.exists() or not complete_checkpoints(recipe.output):

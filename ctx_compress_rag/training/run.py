@@ -73,11 +73,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
 
 
 def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
-    """Check that all files and folders that recipes read exist, or are written by an earlier recipe.
-
-    Raises:
-        ConfigError: a file or folder is missing, and no earlier recipe writes it.
-    """
+    """Check that all files and folders that recipes read exist, or are written by an earlier recipe."""
     written: list[Path] = []
     for recipe in recipes:
         for path in [] if is_finished(recipe) else inputs(recipe):
@@ -90,7 +86,6 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
 
 
 def _prepare(recipe: BaseRecipe) -> None:
-    """Set up this process: its device, the seed, and the folder it writes to."""
     processes()
     torch.manual_seed(recipe.seed)
     # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit

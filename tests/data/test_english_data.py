@@ -13,10 +13,9 @@ import pytest
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.config import MixData
-from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, read_jsonl
+from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, read_jsonl, text_examples
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.data.mixing import mix
-from ctx_compress_rag.data.texts import text_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.examples import load_examples, load_texts

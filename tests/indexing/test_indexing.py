@@ -18,9 +18,8 @@ from sentence_transformers.models import Dense
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
-from ctx_compress_rag.indexing.build import IndexReport, update_index
+from ctx_compress_rag.indexing.build import Fit, IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk
-from ctx_compress_rag.indexing.fit import Fit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import Input, open_input
 from ctx_compress_rag.models.sentence_embedding import load_minilm

@@ -11,8 +11,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.training.recipe import load_recipe
-from ctx_compress_rag.training.stages.answer import LikelihoodLoss
-from ctx_compress_rag.training.stages.next_token import NextTokenCollator
+from ctx_compress_rag.training.stages.answer import LikelihoodLoss, NextTokenCollator
 from helpers import architectures
 from helpers.comprexit import TEXTS, comprexit_bundle
 

@@ -18,7 +18,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.templates import messages
-from ctx_compress_rag.training.engine.throughput import speed_report, tokens_of
+from ctx_compress_rag.training.engine.loop import speed_report, tokens_of
 from ctx_compress_rag.training.prompts import PromptBuilder, shares
 from ctx_compress_rag.training.recipe import recipe_names
 from ctx_compress_rag.training.run import run_recipe

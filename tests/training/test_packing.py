@@ -23,9 +23,8 @@ from ctx_compress_rag.training.objective import PromptBatch
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
-from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
+from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss, ReconstructionCollator
 from ctx_compress_rag.training.stages.compression import start_bundle
-from ctx_compress_rag.training.stages.reconstruction import ReconstructionCollator
 from ctx_compress_rag.training.stages.repeat_and_answer import (
     REPEAT_TEMPLATES,
     PackedSlotData,

@@ -13,8 +13,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.stages.answer import LikelihoodLoss
-from ctx_compress_rag.training.stages.reconstruction import ReconstructionCollator
+from ctx_compress_rag.training.stages.answer import LikelihoodLoss, ReconstructionCollator
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
 

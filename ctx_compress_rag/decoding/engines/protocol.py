@@ -12,31 +12,22 @@ from ctx_compress_rag.prompt import Prompt
 class Engine(Protocol):
     """Turns prompts into answers, for any number of threads at a time.
 
-    Attributes:
-        identity: what answers depend on besides bundle, prompt and sampling, for caches of answers.
+    `identity` is what answers depend on besides bundle, prompt and sampling, for caches of answers.
     """
 
     @property
     def identity(self) -> Mapping[str, str]: ...
 
     def check(self, sampling: Sampling) -> None:
-        """Refuse what the engine cannot do.
-
-        Raises:
-            ConfigError: an option is one of those.
-        """
+        """Raise ConfigError for what the engine cannot do."""
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
         """Answer prompts in the background.
 
-        Args:
-            prompts: the prompts.
-            sampling: how tokens are chosen and when to end.
-            puts: for each prompt, what is called with each piece of its answer's text, then with the Generation or the
-                error that ended it: from another thread, which it must not block.
-            stream: whether they are called with pieces.
+        Each prompt's `put` is called with each piece of its answer's text (if `stream`), then with the Generation or
+        the error that ended it: from another thread, which it must not block.
 
         Returns: a function that cancels what has not ended, after the token in progress; no `put` is called then.
 

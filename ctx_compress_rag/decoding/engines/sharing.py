@@ -45,9 +45,6 @@ class Request:
     """A prompt and its answer so far.
 
     Attributes:
-        bundle: the bundle or decoder that answers.
-        prompt: the prompt.
-        sampling: how tokens are chosen and when to end.
         put: gets the answer.
         most: most requests in one of its passes.
         stream: whether `put` also gets pieces of text.
@@ -73,11 +70,6 @@ class Request:
         return self.bundle, self.prompt.soft, self.merge
 
     def begin(self) -> None:
-        """Start the answer.
-
-        Raises:
-            ConfigError: its JSON schema cannot be enforced.
-        """
         backbone, put = self.bundle.backbone, self.put if self.stream else None
         self.answering = Answering(
             self.prompt,

@@ -24,16 +24,7 @@ BATCH_SIZE = 8
 
 
 class TransformersEngine:
-    """Answers with a bundle's own model; all engines of one model share its forward passes.
-
-    Args:
-        bundle: the bundle, or a decoder alone.
-        batch_size: most prompts in one forward pass.
-        merge: see `decoder.EngineOptions`.
-
-    Raises:
-        ConfigError: an argument has an impossible value.
-    """
+    """Answers with a bundle's own model; all engines of one model share its forward passes."""
 
     def __init__(self, bundle: PlainDecoder, batch_size: int = BATCH_SIZE, merge: bool = False) -> None:
         self._bundle = bundle
@@ -45,7 +36,6 @@ class TransformersEngine:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """The name, and what changes the last bits of scores."""
         backbone = self._bundle.backbone
         return {
             "engine": "transformers",

@@ -33,20 +33,8 @@ class VllmEngine:
     """Has a vLLM server answer, started with the command that `export` prints.
 
     Prompts with slots are sent as `prompt_embeds`, others as token ids, if their values are finite and their length
-    fits the server's window. Requests share connections.
-
-    Args:
-        bundle: the bundle, in the server's dtype.
-        server: the server's address, with or without `/v1`.
-        api_key: the server's key.
-        timeout: maximum seconds to wait for the first token, and from one token to the next.
-        max_retries: how often a request is sent again if the server is unreachable, busy or fails; never after the
-            first piece of an answer.
-
-    Raises:
-        ConfigError: an argument has an impossible value, or the bundle's method changes the decoder's layers.
-        MissingExtraError: the `serve` extra is not installed.
-        ServerError: as an answer, the server cannot be reached, refuses, or ends in the middle of an answer.
+    fits the server's window. Requests share connections. The bundle must be in the server's dtype; the options are
+    explained in `decoder.EngineOptions`.
     """
 
     def __init__(
@@ -95,7 +83,6 @@ class VllmEngine:
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """See `protocol.Engine`."""
         asked = [(self._body(prompt, sampling), prompt, put) for prompt, put in zip(prompts, puts, strict=True)]
         loop = _loop()
         futures = [
@@ -110,11 +97,9 @@ class VllmEngine:
         return cancel
 
     def close(self) -> None:
-        """Close the connections."""
         asyncio.run_coroutine_threadsafe(self._client.close(), _loop()).result()
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
-        """The arguments of a completion."""
         special = self._bundle.tokenizer.get_added_vocab()
         extra: dict[str, Any] = {
             "top_k": max(sampling.top_k, 0),
@@ -142,11 +127,7 @@ class VllmEngine:
         }
 
     def _repetition_penalty(self, sampling: Sampling) -> float:
-        """The only one of a decoder's own settings that a server applies; as vLLM does, to a prompt's tokens too.
-
-        Raises:
-            ConfigError: the decoder has others.
-        """
+        """The only one of a decoder's own settings that a server applies; as vLLM does, to a prompt's tokens too."""
         own = own_settings(self._bundle.backbone.generation_config) if sampling.decoder_settings else {}
         penalty = float(own.pop("repetition_penalty", 1.0))
         if own:

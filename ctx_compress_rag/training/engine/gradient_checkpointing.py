@@ -22,11 +22,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 
 @runtime_checkable
 class SlotUpdates(Protocol):
-    """A module that adds updates to a decoder layer at a prompt's slots.
-
-    Attributes:
-        slots: where it adds them now; None: nowhere.
-    """
+    """A module that adds updates to a decoder layer at a prompt's `slots`; None: nowhere now."""
 
     slots: Any
 
@@ -66,20 +62,11 @@ def _forward(
         return plain(*args, **kwargs)
     # The two runs would both append to a cache.
     kwargs = kwargs | {name: None for name in ("past_key_values", "use_cache") if name in kwargs}
-    again = _as_now(adapters, updates)
-    out: Any = checkpoint(plain, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again()), **kwargs)
-    return out
-
-
-def _as_now(
-    adapters: Sequence[BaseTunerLayer], updates: Sequence[SlotUpdates]
-) -> Callable[[], AbstractContextManager[None]]:
-    """Makes contexts with the adapters and updates that are active now."""
     active = [_active(adapter) for adapter in adapters]
     slots = [update.slots for update in updates]
 
     @contextmanager
-    def again() -> Iterator[None]:
+    def as_now() -> Iterator[None]:
         before = [_active(adapter) for adapter in adapters]
         _activate(adapters, active)
         try:
@@ -91,7 +78,8 @@ def _as_now(
         finally:
             _activate(adapters, before)
 
-    return again
+    out: Any = checkpoint(plain, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), as_now()), **kwargs)
+    return out
 
 
 def _active(adapter: BaseTunerLayer) -> list[str] | None:

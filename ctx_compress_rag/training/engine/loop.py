@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,9 +22,14 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError
 from ctx_compress_rag.training.config import OptimConfig
-from ctx_compress_rag.training.engine.averaging import WeightAverage
 from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers
-from ctx_compress_rag.training.engine.optimizers import all_finite, make_optimizers, set_learning_rate, trained
+from ctx_compress_rag.training.engine.optimizers import (
+    all_finite,
+    make_optimizers,
+    set_learning_rate,
+    trained,
+    weight_average,
+)
 from ctx_compress_rag.training.engine.processes import processes
 from ctx_compress_rag.training.engine.saved_states import (
     FOLDER,
@@ -33,7 +40,6 @@ from ctx_compress_rag.training.engine.saved_states import (
     step_of,
 )
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
-from ctx_compress_rag.training.engine.throughput import speed_report, tokens_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -100,12 +106,6 @@ def train(
     learning rate and random state. Writes `loss.json`. `deadline` is in seconds of `time.monotonic`.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
-
-    Raises:
-        ConfigError: the batch size cannot be divided among the processes, or the checkpoint does not fit.
-        TimeUpError: the deadline came before the last step; a checkpoint is saved.
-        TrainingError: the loss or a weight became NaN or infinite.
-        OSError: a file cannot be written.
     """
     from accelerate import Accelerator
 
@@ -120,9 +120,9 @@ def train(
     keep_trained(accelerator, model)
     parallel = accelerator.prepare(model)
     optimizers = [accelerator.prepare(optimizer) for optimizer in make_optimizers(model, optim)]
-    parameters = list(trained(model).values())
-    average = None if optim.average is None else WeightAverage(model, optim.average)
-    if average:
+    parameters = nn.ParameterList(trained(model).values())
+    average = None if optim.average is None else weight_average(parameters, optim.average)
+    if average is not None:
         accelerator.register_for_checkpointing(average)
     # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
     bf16 = (optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters())
@@ -163,8 +163,8 @@ def train(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if average:
-            average.update()
+        if average is not None:
+            average.update_parameters(parameters)
 
         stops = step == optim.steps or late_processes > 0
         saves = step % optim.save_every == 0 or stops
@@ -189,8 +189,10 @@ def train(
         (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
     if step < optim.steps:
         raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
-    if average:
-        average.apply()
+    if average is not None:
+        with torch.no_grad():
+            for weight, mean in zip(parameters, average.parameters(), strict=True):
+                weight.copy_(mean)
     return {
         "steps": optim.steps,
         "seconds": so_far()["seconds"],
@@ -253,3 +255,35 @@ def _diverged(output: Path, what: str) -> TrainingError:
         f"{output / FOLDER}: {what}, and further steps cannot change that: lower optim.learning_rate, and start again "
         "without that folder"
     )
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Number of tokens in a collated batch, without padding: of passages and prompts, each once, however often used.
+
+    Counts tensors with transformers' names, and values that have a `token_count`, alone or in lists.
+    """
+    total = sum(map(_count, batch.values()))
+    if "attention_mask" in batch:
+        total += int(batch["attention_mask"].sum())
+    return total
+
+
+def _count(value: Any) -> int:
+    return sum(map(_count, value)) if isinstance(value, list) else int(getattr(value, "token_count", 0))
+
+
+def speed_report(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Device, tokens, and tokens per second; "unknown" if there are no data.
+
+    Of the log's running `tokens` and `seconds`; the median over their intervals leaves out compiling.
+    """
+    speeds = [
+        (after["tokens"] - before["tokens"]) / (after["seconds"] - before["seconds"])
+        for before, after in pairwise(history)
+        if after["seconds"] > before["seconds"]
+    ]
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "tokens": int(history[-1]["tokens"]) if history else 0,
+        "tokens_per_second": (round(median(speeds)) if speeds else 0) or "unknown",
+    }

@@ -1,22 +1,21 @@
-"""The trained parameters, which require gradients; their optimizers, and the learning rate of each step."""
+"""The trained parameters, which require gradients; their optimizers, their average, and each step's learning rate."""
 
 from __future__ import annotations
 
 import math
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from ctx_compress_rag.training.config import OptimConfig
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def all_finite(model: nn.Module) -> bool:
-    """Whether no trained parameter is NaN or infinite."""
     return all(bool(p.isfinite().all()) for p in trained(model).values())
 
 
@@ -71,3 +70,15 @@ def rate_share(optim: OptimConfig, step: int) -> float:
     left = 1 - progress if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     final = optim.final_learning_rate / optim.learning_rate
     return final + (1 - final) * left
+
+
+def weight_average(weights: nn.ParameterList, decay: float) -> AveragedModel:
+    """An exponential moving average of weights (Polyak and Juditsky 1992), of which a step keeps the share `decay`.
+
+    For the first 1 / (1 - decay) steps it is the plain mean of all steps' weights, so that the first do not linger.
+    """
+
+    def mean(average: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:
+        return average.lerp(weight, 1 - min(decay, float(count / (count + 1))))
+
+    return AveragedModel(weights, avg_fn=mean)

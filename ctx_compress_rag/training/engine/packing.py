@@ -37,16 +37,12 @@ class PackedRows:
     kinds: Tensor
 
     def full_attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """An additive mask: positions attend to all of their own sequence, padding to padding.
-
-        Shape: (rows, 1, length, length)
-        """
+        """An additive mask (rows, 1, length, length): positions attend to all of their sequence, padding to padding."""
         allowed = self.segments[:, :, None] == self.segments[:, None, :]
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return hidden.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
     def to(self, device: torch.device) -> PackedRows:
-        """The same rows on `device`."""
         return PackedRows(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     @property
@@ -74,7 +70,6 @@ class PackedSlots:
     places: Tensor
 
     def to(self, device: torch.device) -> PackedSlots:
-        """The same batch on `device`."""
         return PackedSlots(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     @property
@@ -114,10 +109,7 @@ class Packer:
     def add(self, ids: Tensor, targets: Tensor | None = None, kind: int = 0) -> int:
         """Place a sequence that `fits`, and return its first position in the concatenated rows.
 
-        Args:
-            ids: token ids: (L,).
-            targets: True on tokens to be predicted: (L,); None if there are none.
-            kind: the targets' kind.
+        `targets` is True on tokens to be predicted; shape of both: (L,).
         """
         length = len(ids)
         row = self._row(length, self._used)
@@ -135,7 +127,6 @@ class Packer:
         return row * self.length + start
 
     def packed(self) -> PackedRows:
-        """The rows."""
         return PackedRows(self._ids, self._segments, self._positions, self._targets, self._kinds)
 
     def _row(self, length: int, used: list[int]) -> int | None:
@@ -151,13 +142,7 @@ def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
 def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
     """Cross-entropy of packed prompts' targets, each kind's mean with the same share.
 
-    Args:
-        model: a causal LM.
-        rows: the prompts.
-        inputs: what its trunk reads of them: `input_ids` or `inputs_embeds`.
-
-    Raises:
-        ConfigError: no prompt has a target.
+    `inputs` is what the trunk reads of them: `input_ids` or `inputs_embeds`.
     """
     wanted = rows.targets[:, 1:]
     if not wanted.any():
@@ -172,10 +157,7 @@ def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """The logits that a causal LM gives for its trunk's final hidden states at chosen positions, in float32.
-
-    Shape: (positions, dim) -> (positions, vocabulary)
-    """
+    """Logits of final hidden states, in float32: (positions, dim) -> (positions, vocabulary)."""
     head = model.get_output_embeddings()
     logits = F.linear(hidden, head.weight, head.bias).float()
     config = model.config.get_text_config()

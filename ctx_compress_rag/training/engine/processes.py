@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def processes() -> PartialState:
-    """This process and the others, connected; on GPUs if there are any, else on the CPU.
-
-    Raises:
-        MissingExtraError: accelerate is not installed.
-    """
+    """This process and the others, connected; on GPUs if there are any, else on the CPU."""
     with needs("train"):
         from accelerate import PartialState
     return PartialState(cpu=not torch.cuda.is_available())

@@ -59,13 +59,7 @@ def keep_trained(accelerator: Accelerator, model: nn.Module) -> None:
 def save_state(accelerator: Accelerator, output: Path, progress: dict[str, Any]) -> None:
     """Write a checkpoint, which every process must call, and remove all but the last two.
 
-    Args:
-        accelerator: holds what is trained.
-        output: the recipe's output folder.
-        progress: what the loop needs to continue, as JSON; `step` is the number of steps made.
-
-    Raises:
-        OSError: a file cannot be written.
+    `progress` is what the loop needs to continue, as JSON; its `step` is the number of steps made.
     """
     folder = output / FOLDER / f"checkpoint-{progress['step']}"
     with writing(folder):
@@ -84,11 +78,7 @@ def load_state(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
 
 
 def last_checkpoint(output: Path, steps: int) -> Path | None:
-    """The last complete checkpoint; the main process removes incomplete ones.
-
-    Raises:
-        ConfigError: its step is beyond the recipe's last.
-    """
+    """The last complete checkpoint; the main process removes incomplete ones."""
     complete = complete_checkpoints(output)
     for half in set(_all(output)) - set(complete) if processes().is_main_process else ():
         logger.warning("%s is incomplete: removing it", half)
@@ -113,17 +103,12 @@ def complete_checkpoints(output: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """How many steps a checkpoint's training had made."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """Name what cannot be written: on a full disk, torch and safetensors raise errors that do not say so.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Name what cannot be written: on a full disk, torch and safetensors raise errors that do not say so."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:

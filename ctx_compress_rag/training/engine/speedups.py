@@ -17,11 +17,7 @@ logger = logging.getLogger(__name__)
 def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
     """Make a decoder's adapters train as fast as the recipe allows; call it once the trained weights are chosen.
 
-    Args:
-        model: the decoder.
-        optim: the recipe's optimization.
-        dynamic: whether batches differ in shape.
-        saved: whether the frozen weights in memory will be saved; if so, they are not rounded.
+    `dynamic`: batches differ in shape; `saved`: the frozen weights will be saved, and so are not rounded.
     """
     if optim.bf16 and not saved and bfloat16_pays():
         round_frozen(model)

@@ -1,4 +1,4 @@
-"""The stages of training, one a file, which register themselves."""
+"""The stages of training, which register themselves."""
 
 import pkgutil
 from importlib import import_module

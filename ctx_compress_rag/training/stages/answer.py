@@ -1,4 +1,8 @@
-"""Stage answer: likelihood of answers read from slots (ArcAligner, eq. 10; ComprExIT, section 3.3; xRAG)."""
+"""Stages answer, next_token and reconstruction: likelihood of a text read from slots.
+
+Answers (ArcAligner, eq. 10; ComprExIT, section 3.3; xRAG), the text that follows a compressed beginning (ComprExIT's
+first phase, section 3.3), or the passages themselves (ArcAligner, section 3.5, stage I; xRAG's pretraining).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,15 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
+from ctx_compress_rag.text.templates import PARAPHRASES, PASSAGE_SEPARATOR
+from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from ctx_compress_rag.training.engine.loop import BatchMean
+from ctx_compress_rag.training.examples import recited
 from ctx_compress_rag.training.objective import ExampleCollator, PassageTable, PromptBatch, SlotObjective
-from ctx_compress_rag.training.prompts import draw_template
+from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
@@ -32,7 +40,6 @@ class AnswerRecipe(CompressionRecipe):
     self_distillation: float = Field(default=0.0, ge=0)
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
-        """The loss, what feeds it, and on what."""
         data, weight = self.data, self.self_distillation
         builder = self.builder(bundle)
         collate = AnswerCollator(builder, data.templates, data.max_context_tokens, self.seed, with_text=weight > 0)
@@ -42,13 +49,9 @@ class AnswerRecipe(CompressionRecipe):
 class LikelihoodLoss(SlotObjective, BatchMean):
     """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
 
-    The collator decides what the answers are: answers to questions, the passages' own text
-    (reconstruction), or the text that follows them (next token).
-
-    Args:
-        bundle: the bundle to train.
-        self_distillation: weight of KL(decoder with text || decoder with slots) on the same tokens, mean over them
-            (xRAG, Cheng et al., 2024, where it is 2).
+    The collator decides what the answers are: answers to questions, the passages' own text (reconstruction), or the
+    text that follows them (next token). `self_distillation` is the weight of KL(decoder with text || decoder with
+    slots) on the same tokens, mean over them (xRAG, Cheng et al., 2024, where it is 2).
     """
 
     def __init__(self, bundle: Bundle, self_distillation: float = 0.0) -> None:
@@ -56,7 +59,6 @@ class LikelihoodLoss(SlotObjective, BatchMean):
         self.self_distillation = self_distillation
 
     def items(self, prompts: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
-        """Number of answer tokens: (1,)."""
         return prompts.answer_tokens()
 
     def forward(  # type: ignore[override]
@@ -66,7 +68,6 @@ class LikelihoodLoss(SlotObjective, BatchMean):
         text_prompts: Sequence[Prompt] = (),
         num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The loss of a batch: passages, prompts with holes for them, and full-text prompts for self-distillation."""
         targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn = self.drawn(prompts.prompts)
@@ -81,10 +82,7 @@ class LikelihoodLoss(SlotObjective, BatchMean):
 
 @dataclass
 class AnswerCollator(ExampleCollator):
-    """Examples -> the arguments of `LikelihoodLoss`: questions answered from slots.
-
-    `with_text` also makes full-text prompts, for the teacher.
-    """
+    """Examples -> the arguments of `LikelihoodLoss`; `with_text` also makes full-text prompts, for the teacher."""
 
     with_text: bool = False
 
@@ -112,4 +110,80 @@ class AnswerCollator(ExampleCollator):
         return example
 
 
-register(AnswerRecipe, start)
+class NextTokenRecipe(CompressionRecipe):
+    """The likelihood of the text that follows a compressed beginning (ComprExIT, section 3.3).
+
+    Compresses `data.max_context_tokens` and predicts `data.max_answer_tokens`; questions are ignored.
+    """
+
+    asks = False
+    stage: Literal["next_token"]
+
+    def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
+        collate = NextTokenCollator(bundle.tokenizer, self.data.max_context_tokens, self.data.max_answer_tokens)
+        return LikelihoodLoss(bundle), collate, examples
+
+
+@dataclass
+class NextTokenCollator:
+    """Examples -> the arguments of `LikelihoodLoss`: text that continues after its compressed beginning.
+
+    An example's passages are joined into one text. Its beginning is compressed, and the rest is predicted after the
+    decoder's BOS and the slots (ComprExIT, appendix A.4: 512 and 128 tokens). A text shorter than both together is
+    divided in the same proportion; a longer one is truncated.
+    """
+
+    tokenizer: Any
+    context_tokens: int
+    continuation_tokens: int
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        bos = bos_id(self.tokenizer)
+        before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
+        table = PassageTable()
+        prompts: list[PromptTemplate] = []
+        places: list[list[int]] = []
+        for example in examples:
+            context, continuation = self._cut(PASSAGE_SEPARATOR.join(example.passages))
+            masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
+            prompts.append(PromptTemplate((before, continuation), masks))
+            places.append([table.place(self.tokenizer.decode(context), context)])
+        return {"passages": table.passages, "prompts": PromptBatch(prompts, places)}
+
+    def _cut(self, text: str) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor(text_ids(self.tokenizer, text), dtype=torch.long)
+        if len(ids) < 2:
+            raise DataError(f"nothing follows the first token of {text[:40]!r}: leave the example out")
+        most = self.context_tokens + self.continuation_tokens
+        ids = ids[:most]
+        cut = max(1, len(ids) * self.context_tokens // most)
+        return ids[:cut], ids[cut:]
+
+
+class ReconstructionRecipe(CompressionRecipe):
+    """The likelihood of passages reconstructed from their slots (ArcAligner, stage I, eq. 10).
+
+    Each distinct passage of the data is a row of its own; questions are ignored. Passages, and so the answers, are
+    truncated to `data.max_context_tokens`. One of the paper's prompts is drawn for each (table 7).
+    """
+
+    asks = False
+    recites = True
+    stage: Literal["reconstruction"]
+
+    def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
+        longest = self.data.max_context_tokens
+        builder = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
+        return LikelihoodLoss(bundle), ReconstructionCollator(builder, PARAPHRASES, longest, self.seed), examples
+
+
+class ReconstructionCollator(AnswerCollator):
+    """Examples of one passage each -> the arguments of `LikelihoodLoss`: the passage, shortened, is the answer."""
+
+    def asked(self, example: Example, texts: Sequence[str]) -> Example:
+        [text] = texts
+        return recited(text)
+
+
+for _recipe in (AnswerRecipe, NextTokenRecipe, ReconstructionRecipe):
+    register(_recipe, start)

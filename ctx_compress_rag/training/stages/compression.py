@@ -126,11 +126,9 @@ class CompressionRecipe(Recipe):
         return self
 
     def slot_ratios(self) -> list[int]:
-        """Every ratio that passages are compressed at."""
         return [self.base_ratio, *self.ratios, *(ratio for part in self.curriculum for ratio in part.ratios)]
 
     def curriculum_at(self, step: int) -> RatioStep:
-        """The part of the curriculum that applies at a step."""
         begun = [part for part in sorted(self.curriculum, key=lambda part: part.step) if part.step <= step]
         return begun[-1] if begun else RatioStep(step=0, ratios=self.ratios)
 
@@ -142,7 +140,6 @@ class CompressionRecipe(Recipe):
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
 
     def builder(self, bundle: Bundle) -> PromptBuilder:
-        """Renders the recipe's prompts."""
         config = bundle.config
         return PromptBuilder(bundle.tokenizer, self.data.max_answer_tokens, config.separator, config.answer_prefix)
 

@@ -38,7 +38,6 @@ class DistillationRecipe(CompressionRecipe):
     repeat_per_batch: int = Field(default=8, gt=0)
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
-        """The loss, what feeds it, and on what: the examples, with the passages that they also repeat."""
         data, builder = self.data, self.builder(bundle)
         loss = DistillationLoss(bundle, self.reconstruction_weight)
         collate = DistillationCollator(builder, data.templates, data.max_context_tokens, self.seed)
@@ -50,10 +49,7 @@ class DistillationRecipe(CompressionRecipe):
 class DistillationLoss(SlotObjective, BatchMean):
     """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
 
-    Args:
-        bundle: the bundle to train. Its decoder, reading plain text, is the teacher.
-        reconstruction_weight: weight of the next-token loss of passages repeated from their slots;
-            not in the paper; 0 leaves it out.
+    The bundle's decoder, reading plain text, is the teacher.
     """
 
     def __init__(self, bundle: Bundle, reconstruction_weight: float = 0.0) -> None:
@@ -61,7 +57,6 @@ class DistillationLoss(SlotObjective, BatchMean):
         self.reconstruction_weight = reconstruction_weight
 
     def items(self, text_prompts: list[Prompt], repeats: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
-        """Numbers of examples and of tokens of repeated passages: (2,)."""
         return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
 
     def forward(  # type: ignore[override]
@@ -72,15 +67,7 @@ class DistillationLoss(SlotObjective, BatchMean):
         repeats: PromptBatch,
         num_items_in_batch: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The loss of a batch.
-
-        Args:
-            passages: the batch's passages.
-            text_prompts: each example with its passages as text, for the teacher.
-            prompts: each example with holes for its passages.
-            repeats: prompts whose answer is a passage's own text.
-            num_items_in_batch: what `items` returns, for the whole batch; None: for this one.
-        """
+        """The loss of a batch; `repeats` are prompts whose answer is a passage's own text."""
         if num_items_in_batch is None:
             num_items_in_batch = self.items(text_prompts, repeats)
         examples, repeated_tokens = num_items_in_batch
@@ -109,12 +96,6 @@ def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed
     """Draw passages of each batch to repeat, and add each to the batch's first example that has it.
 
     They are drawn for whole batches, so that micro-batches and processes change nothing.
-
-    Args:
-        examples: the examples in training order.
-        batch_size: number of examples in a step.
-        repeat: how many passages of a batch to repeat; all, if it has fewer.
-        seed: for the draws.
     """
     made = []
     for begin in range(0, len(examples), batch_size):

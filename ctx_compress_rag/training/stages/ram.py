@@ -51,7 +51,6 @@ class RamRecipe(CompressionRecipe):
         return [self.base_ratio]
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
-        """The loss, what feeds it, and on what."""
         data, builder = self.data, self.builder(bundle)
         collate = RamCollator(builder, data.templates, data.max_context_tokens, self.seed, bundle.config.base_ratio)
         return RamLoss(bundle, builder, self.temperature, self.contrastive), collate, examples
@@ -59,11 +58,9 @@ class RamRecipe(CompressionRecipe):
 
 @dataclass(frozen=True)
 class RamRow:
-    """One question.
+    """One question about `example`.
 
     Attributes:
-        example: its passages, question and answers.
-        template: its prompt's template.
         passages: which of the batch's passages the prompt has, in order.
         question: the question's token ids.
         positives: for each segment of these passages, whether the question needs it.
@@ -90,9 +87,6 @@ class RamLoss(SlotObjective, BatchMean):
     them the encoder and the alignment matrix.
 
     `temperature` is tau of eq. 8; `contrastive=False` is the paper's ablation without L_con.
-
-    Raises:
-        ConfigError: the bundle has another method.
     """
 
     def __init__(
@@ -107,13 +101,11 @@ class RamLoss(SlotObjective, BatchMean):
         self.contrastive = contrastive
 
     def items(self, rows: list[RamRow], **_: Any) -> Tensor:  # type: ignore[override]
-        """Number of questions: (1,)."""
         return torch.tensor([float(len(rows))])
 
     def forward(  # type: ignore[override]
         self, passages: list[Segments], rows: list[RamRow], num_items_in_batch: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The loss of a batch: its passages, each once, and the questions about them."""
         ids, mask = padded([ids for passage in passages for ids in passage.ids], self.bundle.backbone.device)
         hidden = self.ram.read(ids, mask)
         means, counts = segment_means(hidden, mask), mask.sum(1)
@@ -198,7 +190,6 @@ class RamCollator(ExampleCollator):
 
 
 def _positives(passage: Segments, turn: Turn) -> list[bool]:
-    """Which of the passage's segments the question needs."""
     if turn.evidence:
         return passage.quoted(turn.evidence)
     return passage.holding([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])

@@ -81,11 +81,9 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
         return self
 
     def repeat_share_at(self, step: int) -> float:
-        """The share of repeated passages at a step."""
         return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0]).share
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
-        """The loss, what feeds it, and on what."""
         texts = list(dict.fromkeys(passage for example in examples for passage in example.passages))
         texts += [row.passages[0] for row in load_texts(self)]
         random.Random(self.seed).shuffle(texts)
@@ -134,7 +132,6 @@ class PackedSlotLoss(SlotObjective):
             return {"loss": packed_loss(model, prompts, inputs_embeds=inputs)}
 
     def measure(self) -> dict[str, float]:
-        """`reading_losses` of some passages at the base ratio."""
         with torch.compiler.set_stance("force_eager"):
             return reading_losses(self.bundle, self.measured, self.bundle.config.base_ratio)
 
@@ -161,10 +158,7 @@ def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[
 
 
 def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The mean vector of each slot's tokens, and their number.
-
-    Shape: (tokens, dim), (tokens,) -> (count, dim), (count,)
-    """
+    """The mean vector of each slot's tokens, and their number: (tokens, dim), (tokens,) -> (count, dim), (count,)."""
     vectors = vectors.float()
     sums = vectors.new_zeros(count, vectors.shape[1]).index_add(0, slots, vectors)
     counts = torch.bincount(slots, minlength=count)
@@ -192,8 +186,6 @@ class PackedSlotData(Dataset[PackedSlots]):
 
 
 class _Filling:
-    """A batch that is being filled."""
-
     def __init__(self, data: PackedSlotData, number: int) -> None:
         recipe = data.recipe
         self.data = data

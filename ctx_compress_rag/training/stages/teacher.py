@@ -57,18 +57,13 @@ class TeacherRecipe(Recipe):
 
 
 class AnswerLoss(nn.Module, BatchMean):
-    """Next-token loss on the answers' tokens, mean over the batch.
-
-    Args:
-        decoder: a causal LM.
-    """
+    """Next-token loss on the answers' tokens, mean over the batch."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.decoder = decoder
 
     def items(self, attention_mask: Tensor, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
-        """The sum of the tokens' weights."""
         return self.weights(attention_mask, answers).sum()
 
     def forward(
@@ -109,11 +104,7 @@ class TextCollator(ExampleCollator):
 
 
 class PackedTextLoss(nn.Module):
-    """Mean cross-entropy of the answers' tokens.
-
-    Args:
-        decoder: a causal LM whose head is frozen, with an adapter to train.
-    """
+    """Mean cross-entropy of the answers' tokens, for a decoder with an adapter and a frozen head."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
