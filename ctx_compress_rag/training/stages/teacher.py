@@ -63,8 +63,8 @@ class AnswerLoss(nn.Module, BatchMean):
         super().__init__()
         self.decoder = decoder
 
-    def items(self, attention_mask: Tensor, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
-        return self.weights(attention_mask, answers).sum()
+    def items(self, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        return answers[:, 1:].sum().float()
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor, num_items_in_batch: Tensor | None = None
@@ -75,16 +75,11 @@ class AnswerLoss(nn.Module, BatchMean):
         causal attention is faster.
         """
         if num_items_in_batch is None:
-            num_items_in_batch = self.items(attention_mask, answers)
+            num_items_in_batch = self.items(answers)
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
         targets = input_ids[:, 1:]
         losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
-        weighted = losses * self.weights(attention_mask, answers).flatten()
-        return {"loss": weighted.sum() / num_items_in_batch}
-
-    def weights(self, attention_mask: Tensor, answers: Tensor) -> Tensor:
-        """The weight of each token that is predicted, 1 in answers: (batch, length - 1)."""
-        return answers[:, 1:].float()
+        return {"loss": losses[answers[:, 1:].flatten()].sum() / num_items_in_batch}
 
 
 @dataclass
