@@ -83,25 +83,6 @@ def test_a_chat_template_that_drops_the_context_is_named(
             decoder.generate([chat])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ range(10 ** 9) | list }}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
-        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='a') %}"
-        "{% for i in range(99) %}{% set ns.x = twice(ns.x) %}{% endfor %}",
-    ],
-)
-def test_a_chat_template_that_does_not_end_is_stopped(
-    decoder: Decoder, template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoder.bundle.tokenizer, "chat_template", template)
-    with pytest.raises(ConfigError, match="chat template .*(does not end|too big)"):
-        decoder.preparer.prepare([[{"role": "user", "content": "Who hums?"}]])
-
-
 def test_a_system_message_that_a_template_drops_goes_before_the_first_question(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
