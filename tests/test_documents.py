@@ -1,7 +1,5 @@
 """The README and docs/: their code and commands run as they stand, their links lead somewhere, the site builds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The notebooks: what is checked in can be read on a page; every one runs from start to end, and shows what it says."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import json

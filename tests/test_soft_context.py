@@ -1,7 +1,5 @@
 """Pooling of vectors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

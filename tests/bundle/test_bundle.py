@@ -116,9 +116,6 @@ def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
     assert len({original, *(fingerprint(**change) for change in changes)}) == len(changes) + 1
 
 
-# Damage
-
-
 WEIGHTS = [f"{part}/{file}model.safetensors" for part in ("compressor", "reader") for file in ("", "adapter_")]
 
 

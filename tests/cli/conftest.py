@@ -1,7 +1,5 @@
 """Runs commands, and keeps what they print."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: what it prints, its exit codes, and that a kill loses nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -41,9 +39,6 @@ def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("index") / "chroma"
     assert main(["index", str(docs), "--store", str(folder), "--bundle", str(bundle_folder)]) == 0
     return folder
-
-
-# index
 
 
 def test_indexing_again_compresses_nothing(run: Any, store: Path, docs: Path) -> None:
@@ -108,9 +103,6 @@ def test_kill_minus_nine_loses_nothing(run: Any, bundle_folder: Path, tmp_path: 
     [(compressed, kept)] = re.findall(r"(\d+) passages compressed, (\d+) unchanged", resumed)
     assert int(compressed) + int(kept) == total and 0 < int(kept) < total  # batches were on disk
     assert_same_contents(tmp_path / "killed", tmp_path / "whole")
-
-
-# ask
 
 
 def passages_shown(sources: str) -> list[tuple[str, str]]:

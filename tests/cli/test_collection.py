@@ -1,7 +1,5 @@
 """`index --collection`: the options that it takes, and those that it refuses."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a user can mend ends a command with one line and code 2, before any work where it can be seen before."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path
@@ -20,8 +18,6 @@ from ctx_compress_rag.training.recipe import SHIPPED
 from helpers.forked import run_python
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-
-# Help
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -58,9 +54,6 @@ def test_a_package_that_is_missing_is_named_before_the_work(
     assert package in said and "is not installed" in said and f"ctx-compress-rag[{extra}]" in said
 
 
-# Files
-
-
 FULL = """
 import resource, sys
 from ctx_compress_rag.cli import main
@@ -87,9 +80,6 @@ def test_a_full_disk_is_one_line_and_the_same_command_resumes(
     assert last.startswith("ctx-compress: error: ") and str(tmp_path / "chroma") in last and "File too large" in last
     assert run(*command) == 0
     assert " 0 unchanged" in run.out
-
-
-# Arguments
 
 
 def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: Any, tmp_path: Path) -> None:
@@ -143,9 +133,6 @@ def test_eval_refuses_before_it_answers(
     ):
         assert message in run.fails(*evaluate, *given), given
     assert not (tmp_path / "out").exists()
-
-
-# Recipes
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "name: mine\n"])

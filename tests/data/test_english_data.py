@@ -1,7 +1,5 @@
 """What English bundles are trained on: held-out guard, texts, mixing."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random

@@ -1,7 +1,5 @@
 """Files of questions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -16,8 +16,6 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from helpers.decoding import QUESTION
 
-# Where texts end
-
 
 def answering(bundle: Any, sampling: Sampling, on_text: Any = None) -> Answering:
     settings = bundle.backbone.model.generation_config

@@ -11,8 +11,6 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, Missi
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION, damage
 
-# Counting
-
 
 def test_markers_count_as_their_slots(decoder: Decoder, store: SoftContextStore) -> None:
     tokenizer = decoder.bundle.tokenizer

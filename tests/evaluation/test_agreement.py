@@ -1,7 +1,5 @@
 """Agreement of answers from soft context with those from full text, against transformers' own logits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Answers kept while they are given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

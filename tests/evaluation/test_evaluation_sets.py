@@ -1,7 +1,5 @@
 """Scoring several sets of questions, and those that have no answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The evaluation harness, against answers made and scored one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Linear RAG (In-Context Optimization, sections 3-4, appendices A-D and F): attention against autograd's gradient steps."""
+"""Linear RAG (In-Context Optimization, sections 3, 4; appendices A-D, F): attention against autograd's steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -195,8 +195,6 @@ def test_k_layers_are_k_gradient_steps(interface: Callable[..., Problem], sizes:
     torch.testing.assert_close(prediction, p.q1 @ w1.T + p.q2 @ w2.T, **close)
     assert not p.layer.attend(p.queries, p.context)[:, : -p.y.shape[1]].any()
 
-
-# The synthetic tasks
 
 SMALL = {
     "projection": Projection(documents=2, inputs=3, width=2, examples=30),

@@ -126,9 +126,6 @@ def test_without_the_extra_the_message_names_it(llm: ChatCompressedContext, monk
     assert llm.invoke("The tower?").content
 
 
-# LlamaIndex
-
-
 ASKED = PromptTemplate("Describe the tower.")
 
 

@@ -1,7 +1,5 @@
 """A tiny bundle on a GGUF decoder, for a real llama.cpp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Vectors and tokens read by llama.cpp give the scores that transformers gives, whatever the family does to them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

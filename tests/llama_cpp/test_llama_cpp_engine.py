@@ -1,7 +1,5 @@
 """The engine llama.cpp answers as transformers does, whatever is asked, and by however many callers."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Spending a budget: never more than it, the nearest sentences, the finest slots that fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from decimal import Decimal

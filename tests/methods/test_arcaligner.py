@@ -1,7 +1,5 @@
 """ArcAligner (sections 3.3-3.5 and algorithm 1): selective LoRA, recursive gates, the cache."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +21,6 @@ from helpers.models import draw_lora
 from helpers.plain_llama import llama_layer, rms_norm
 
 WAIT = 120
-
-
-# Algorithm 1 in plain arithmetic, on a Llama written out here
 
 
 class Plain:
@@ -120,9 +115,6 @@ def test_gradients_are_those_of_the_straight_through_estimator() -> None:
             torch.testing.assert_close(parameter.grad / scale, expected / scale, atol=1e-4, rtol=1e-3)
 
 
-# Any architecture, against merged weights
-
-
 @pytest.mark.parametrize("name", architectures.NAMES)
 def test_cached_generation_equals_recomputation(name: str) -> None:
     """Prompts of a left-padded batch, read once with a cache, against each prompt read anew for each token."""
@@ -161,9 +153,6 @@ def test_cached_generation_equals_recomputation(name: str) -> None:
         assert ours[0].shape == theirs[0].shape and ours[1].shape == theirs[1].shape
 
 
-# Decoders that are called, or placed, in other ways than most
-
-
 @pytest.mark.parametrize("name", ["XGLM", "BioGpt", "GPTNeoX", "Falcon", "Bloom"])
 def test_decoders_with_calling_habits_of_their_own(name: str) -> None:
     """Arguments by place (XGLM's mask, the trunk's ids), a cache called `layer_past`, layers that return a tuple."""
@@ -200,9 +189,6 @@ def test_a_decoder_with_offloaded_weights(tmp_path: Path) -> None:
     reader.load_saved_state(plain.saved_state())
     for _ in range(2):
         assert torch.equal(read(reader, batch).logits, read(plain, batch).logits)
-
-
-# What stays as it was
 
 
 @pytest.mark.parametrize("name", architectures.NAMES)
@@ -322,9 +308,6 @@ def test_threads_read_text_and_slots_at_once() -> None:
     assert one_by_one[0] != one_by_one[3]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(12), timeout=WAIT)) == one_by_one
-
-
-# What it costs
 
 
 def test_steps_after_the_prompt_cost_nothing_extra() -> None:

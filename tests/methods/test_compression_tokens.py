@@ -1,7 +1,5 @@
 """Compression tokens (Simple Context Compression, section 5.1) against plain computations of their attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,9 +62,6 @@ def compressor(request: pytest.FixtureRequest, backbone: Backbone) -> Compressio
     )
 
 
-# Attention
-
-
 @pytest.mark.parametrize(("length", "ratio"), [(3 * architectures.SLIDING_WINDOW + 1, 4), (8, 3), (3, 5), (1, 1)])
 def test_the_token_sees_what_the_paper_says_in_every_architecture(
     name: str, backbone: Backbone, compressor: CompressionTokensCompressor, length: int, ratio: int
@@ -84,9 +79,6 @@ def test_the_token_sees_what_the_paper_says_in_every_architecture(
         expected = backbone.model.base_model(inputs_embeds=x[None], attention_mask=mask[None, None], use_cache=False)
     [soft] = encode(compressor, [ids.tolist()], [ratio])[ratio].rows()
     torch.testing.assert_close(soft.slots, expected.last_hidden_state[0, len(read) :], atol=2e-4, rtol=1e-4)
-
-
-# Batches and ratios
 
 
 @pytest.fixture(scope="module", params=ATTENTION)
@@ -114,9 +106,6 @@ def test_ratios_together_equal_each_alone(bundle: Any, lengths: list[int], ratio
         assert [sum(row) for row in expected] == lengths
 
 
-# Weights
-
-
 def test_the_token_starts_at_the_size_of_token_embeddings(backbone: Backbone) -> None:
     """As the embedding layer gives them: Gemma's scales what it looks up."""
     embed = backbone.model.get_input_embeddings()
@@ -125,9 +114,6 @@ def test_the_token_starts_at_the_size_of_token_embeddings(backbone: Backbone) ->
     tokens = torch.stack([CompressionTokensCompressor(backbone, config).token for _ in range(8)])
     assert tokens.pow(2).mean().sqrt() == pytest.approx(float(size), rel=0.15)
     assert len({tuple(token.tolist()) for token in tokens}) == 8 and not tokens.requires_grad
-
-
-# Recipes
 
 
 @pytest.mark.parametrize("attention", ATTENTION)

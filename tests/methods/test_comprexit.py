@@ -1,7 +1,5 @@
 """ComprExIT: equations 4 to 13 in plain loops, padding, segments, and its weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -26,9 +24,6 @@ from helpers.comprexit import SMALL, blocks_outputs, comprexit_bundle, encode, s
 @pytest.fixture(scope="module")
 def make(tiny_tokenizer: Any) -> Callable[..., Bundle]:
     return partial(comprexit_bundle, tiny_tokenizer)
-
-
-# The equations
 
 
 def plain_slots(w: dict[str, Tensor], states: list[Tensor], config: ComprexitConfig, ratio: int) -> list[Tensor]:
@@ -127,9 +122,6 @@ def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
         torch.testing.assert_close(state[0], sized, atol=1e-5, rtol=1e-4)
 
 
-# The plan, against what defines it (eq. 11)
-
-
 def marginals(generator: torch.Generator, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cosine costs of random vectors near their fields' means, random row masses, equal column masses."""
     anchors = torch.randn(rows, 5, generator=generator, dtype=torch.float64)
@@ -163,9 +155,6 @@ def test_rows_and_columns_of_no_mass_take_no_part(iterations: int) -> None:
     torch.testing.assert_close(beside, F.pad(alone, (0, 2, 0, 2)), atol=1e-12, rtol=1e-9)
 
 
-# Passages
-
-
 def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle]) -> None:
     compressor = make().compressor
     ids, mask = padded([some_ids(40)], torch.device("cpu"))
@@ -176,9 +165,6 @@ def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle
         assert compressor.encode(ids, mask, [4])[4].slots.dtype == torch.float32
     assert plan.dtype == torch.float32
     torch.testing.assert_close(plan[:, :4].sum(0), torch.full((4,), 0.25), atol=1e-6, rtol=1e-6)
-
-
-# Weights
 
 
 @pytest.mark.parametrize(("width", "layers", "heads"), [(2048, 16, 32), (3072, 28, 24)])

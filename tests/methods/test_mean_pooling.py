@@ -1,7 +1,5 @@
 """Mean pooling (Simple Context Compression, sections 4.1 and 5.1), its options, and the weights that it shares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,9 +74,6 @@ def logits(bundle: Any, adapter: str | None) -> Tensor:
 
 def means(vectors: Tensor, ratio: int = 4) -> Tensor:
     return torch.stack([part.mean(0) for part in vectors.split(ratio)])
-
-
-# The equations
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 31, 64])
@@ -169,9 +164,6 @@ def test_an_untrained_slot_is_the_mean_of_its_embeddings(make_tiny_bundle: Calla
     assert made.compressor.trained_parameters() == []
 
 
-# Any architecture
-
-
 def test_slots_are_the_trunks_under_full_attention(name: str, encoder: MeanPoolingCompressor) -> None:
     """By transformers' own trunk, after the BOS if the tokenizer adds one, which enters no slot."""
     [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
@@ -205,9 +197,6 @@ def test_the_first_layers_alone_are_run(name: str, encoder: MeanPoolingCompresso
             parameter.fill_(float("nan"))
         assert torch.equal(alone(cut, ids), before)
         assert cut.backbone.model(ids.unsqueeze(0)).logits.isnan().all(), "the decoder itself keeps all of its layers"
-
-
-# Passages
 
 
 def test_batches_stay_within_their_budget(bundle: Any) -> None:
@@ -258,9 +247,6 @@ def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
             bundle.at_ratio(soft, ratio)
 
 
-# Weights
-
-
 def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(
     make_tiny_bundle: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -294,9 +280,6 @@ def test_adapters_do_not_leak(bundle: Any, make_tiny_bundle: Callable[..., Any])
         assert torch.equal(model(input_ids=PROMPT).logits, expected)
     with pytest.raises(ConfigError, match=r"no adapter 'teacher': there are \['compressor', 'reader'\]"):
         logits(bundle, "teacher")
-
-
-# The config
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What holds for every method: each one in METHODS goes through the same matrix, in each of its forms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -39,9 +37,6 @@ def test_every_method_is_in_the_matrix() -> None:
     assert MATRIX.keys() >= METHODS.keys() - IMPORTED, "give the new method its smallest config in MATRIX"
 
 
-# Bundles
-
-
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}: {case[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A method, and one of its forms."""
@@ -72,9 +67,6 @@ def tokenized(bundle: Bundle, texts: list[str]) -> list[Tokenized]:
     return [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
-# Saving
-
-
 def test_a_saved_bundle_is_the_same(bundle: Bundle, tmp_path: Path) -> None:
     bundle.save_pretrained(tmp_path)
     loaded = Bundle.from_pretrained(tmp_path, device="cpu")
@@ -89,9 +81,6 @@ def test_a_saved_bundle_is_the_same(bundle: Bundle, tmp_path: Path) -> None:
     for one, other in zip(bundle.compress(PASSAGES), loaded.compress(PASSAGES), strict=True):
         assert torch.equal(one.slots, other.slots) and torch.equal(one.token_counts, other.token_counts)
         assert torch.equal(bundle.embed(one), loaded.embed(other))
-
-
-# Batches
 
 
 def test_a_batch_is_compressed_as_each_passage_alone(bundle: Bundle) -> None:
@@ -142,8 +131,6 @@ def test_training_has_the_slots_of_a_store(bundle: Bundle) -> None:
             assert_same(in_training, stored, 1e-4)
 
 
-# Answers
-
 QUESTION = "Who built the harbour of Velmora?"
 TOKENS = 8
 
@@ -189,9 +176,6 @@ def test_the_decoder_answers_from_several_passages(make: Callable[..., Bundle], 
         for chat, generation in zip(chats, made, strict=True):
             assert (generation.text, generation.slots) == plain_answer(store, chat)
     assert len({generation.text for generation in made}) > 1
-
-
-# Training
 
 
 def unread(method: str, parameter: str) -> bool:

@@ -1,7 +1,5 @@
 """Methods of other packages: trained, saved, loaded, stored and asked; found by an entry point."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """RAM (Read As Human): its equations in float64, and what is kept and skimmed."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any
@@ -41,9 +39,6 @@ SEPARATOR = "\n\n"
 @pytest.fixture(scope="module")
 def bundle(tiny_tokenizer: Any) -> Bundle:
     return ram_bundle(tiny_tokenizer)
-
-
-# Equations
 
 
 def test_what_is_stored_is_the_mean_of_each_segment_read_alone(bundle: Bundle) -> None:
@@ -166,9 +161,6 @@ def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], rat
     assert whole - likelihood == pytest.approx(sum(contrast) / 3, rel=1e-3)  # eq. 9
     assert contrast[0] > 0.01 and contrast[2] == 0  # "yes" is nowhere in the text
     assert kept_somewhere > 2 or change == {"close_reading": False}
-
-
-# Segments
 
 
 @given(text=st.text(min_size=1, max_size=80) | st.text("ab é🙂ß\n", min_size=1, max_size=80), size=st.integers(1, 9))

@@ -1,7 +1,5 @@
 """Slots that RAM makes for one question: their markers, and the memory behind them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Close reading when a question is asked: through the store, markers and the decoder."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -53,9 +51,6 @@ def bundle(tiny_tokenizer: Any) -> Bundle:
 @pytest.fixture(scope="module")
 def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
     return close_store(tmp_path_factory.mktemp("ram"), bundle)
-
-
-# What a question makes of passages
 
 
 @pytest.mark.parametrize("ratio", [2, 3, 5, 64])
@@ -163,9 +158,6 @@ def test_segments_unlike_those_that_are_stored_are_noticed(tiny_tokenizer: Any, 
     other = ram_bundle(tiny_tokenizer, segment_tokens=3).compressor
     with pytest.raises(FingerprintMismatchError, match="add it again"):
         other.render(store, PASSAGES, [content_id(text) for text in PASSAGES], question=QUESTION)
-
-
-# The decoder
 
 
 @pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])

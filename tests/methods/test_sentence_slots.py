@@ -1,7 +1,5 @@
 """Sentence slots and xRAG (ArcAligner, sections 3.1-3.2), against sentence-transformers, sentencex and plain sums."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable
@@ -55,8 +53,6 @@ def bundle(make: Callable[..., Any]) -> Any:
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-
-# Units
 
 PIECES = [
     "Orla keeps a goat. ",
@@ -153,9 +149,6 @@ def test_long_sentences_are_cut_into_like_parts(tiny_tokenizer: Any) -> None:
     assert [u.tokens for u in split(word * 20, tiny_tokenizer, 7, merge=False)] == [7, 7, 6]
 
 
-# Slots
-
-
 @pytest.mark.parametrize("unit", ["sentence", "passage", "tokens"])
 def test_slots_are_the_encoders_own_vectors(make: Callable[..., Any], encoder: Path, unit: str) -> None:
     made, reference = make(unit=unit), SentenceTransformer(str(encoder), device="cpu")
@@ -212,9 +205,6 @@ def test_each_distinct_sentence_is_encoded_once(make: Callable[..., Any]) -> Non
     assert sum(encoded) == 4
 
 
-# The reader
-
-
 @pytest.mark.parametrize(("slot_rms", "embedding_rms"), [(0.051, 0.02), (12.0, 1.0), (1.0, 30.0)])
 def test_untrained_slots_have_the_size_of_token_embeddings(slot_rms: float, embedding_rms: float) -> None:
     torch.manual_seed(1)
@@ -223,9 +213,6 @@ def test_untrained_slots_have_the_size_of_token_embeddings(slot_rms: float, embe
     with torch.no_grad():
         made = projector(torch.randn(500, 384) * slot_rms)
     assert float(made.pow(2).mean().sqrt()) == pytest.approx(embedding_rms, rel=0.1)
-
-
-# Bundles
 
 
 def test_a_saved_bundle_reads_slots_without_its_encoder(

@@ -1,7 +1,5 @@
 """How a bundle's decoder is loaded: its dtype, place, attention and packing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lock that goes round: whoever has it again and again lets others in, in their order."""
 
-from __future__ import annotations
-
 import threading
 
 from ctx_compress_rag.models.fair_lock import FairLock

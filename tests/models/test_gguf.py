@@ -1,7 +1,5 @@
 """Decoders in GGUF files: the numbers that the file means, wherever it lies, and errors that name the remedy."""
 
-from __future__ import annotations
-
 import errno
 import importlib.metadata
 import os
@@ -71,9 +69,6 @@ def change(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-
-
-# What is loaded
 
 
 def test_a_gguf_file_is_the_model_it_was_written_from(written: tuple[Path, Any], tiny_tokenizer: Any) -> None:
@@ -158,9 +153,6 @@ def test_the_real_package_is_what_transformers_itself_loads() -> None:
     assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], tokenize=False)
 
 
-# Where it lies
-
-
 @pytest.fixture
 def package(written: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GgufDecoder:
     """The file inside an installed distribution that cannot be imported."""
@@ -230,9 +222,6 @@ def test_impossible_places_are_refused(settings: dict[str, str], message: str) -
         GgufDecoder(**settings)
 
 
-# Errors
-
-
 @pytest.mark.parametrize("name", ["gguf", "accelerate"])
 def test_a_missing_reader_is_named_with_its_command(file: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -261,9 +250,6 @@ def test_another_file_than_the_one_asked_for_is_refused(file: Path) -> None:
     os.utime(file, ns=(1, 1))  # as if a coarse clock had not moved on
     with pytest.raises(BundleError, match=rf"is not the decoder asked for: .* not {expected}"):
         load_decoder(local(file, sha256=expected), device="cpu")
-
-
-# Bundles
 
 
 def test_a_bundle_remembers_which_file_it_was_made_for(written: tuple[Path, Any], file: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Matrices in 8 bits: how near they are, and bundles that are saved with them."""
 
-from __future__ import annotations
-
 import torch
 
 from ctx_compress_rag.models.int8 import from_int8, to_int8

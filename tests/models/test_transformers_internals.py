@@ -1,7 +1,5 @@
 """Caches whose rows come and go."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

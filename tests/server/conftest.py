@@ -1,7 +1,5 @@
 """The index that `ctx-compress serve` is started on, and the app in this process, for two keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

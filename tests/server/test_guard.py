@@ -1,7 +1,5 @@
 """What strangers may cost the server, which names it answers to without keys, and what is a key file."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -140,9 +138,6 @@ def test_canceled_requests_leave_nothing(url: str) -> None:
     assert after[0] <= before[0] and after[1] <= before[1] + 5, (before, after)
 
 
-# Names
-
-
 def asked(url: str, headers: dict[str, str], path: str = "/v1/models") -> int:
     return httpx.get(url + path, headers=headers).status_code
 
@@ -175,9 +170,6 @@ def test_a_page_cannot_send_what_a_browser_does_not_ask_for(decoder: Decoder, st
             headers: Any = {"Origin": "http://evil.example", **kind}
             assert httpx.post(f"{url}/v1/compress", content=b'{"input": "planted"}', headers=headers).status_code == 403
     assert len(store) == before
-
-
-# Keys
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

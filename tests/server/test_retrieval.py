@@ -1,7 +1,5 @@
 """`serve --retrieve`: a client sends a question alone, and gets the answer with its sources."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

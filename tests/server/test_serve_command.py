@@ -1,7 +1,5 @@
 """`ctx-compress serve` as a process of its own: it answers many at once in flat memory, and stops when told."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

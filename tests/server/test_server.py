@@ -1,7 +1,5 @@
 """The server, asked by the clients that people use: the openai package, LangChain's ChatOpenAI, and plain HTTP."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +156,6 @@ def test_langchains_client(url: str, store: SoftContextStore, decoder: Decoder) 
     assert answer.usage_metadata is not None and answer.usage_metadata["input_tokens"] == expected.prompt_tokens
     assert "".join(str(chunk.content) for chunk in llm.stream(text)) == expected.text
     assert isinstance(llm.with_structured_output(Tower).invoke(text, max_tokens=100), Tower)
-
-
-# Under load
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,7 +1,5 @@
 """What the server refuses: other tenants' markers, requests that it does not serve, and what went wrong inside."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -22,8 +20,6 @@ from ctx_compress_rag.server.guard import Limits
 from ctx_compress_rag.store import SoftContextStore
 from helpers.langchain import TEXTS
 from helpers.serving import ANNA, BERT, chat, client, json_format, listening, marker, post
-
-# Tenants
 
 
 def test_a_key_reads_its_own_scopes_markers_only(url: str, store: SoftContextStore) -> None:
@@ -126,9 +122,6 @@ def test_a_key_is_needed_where_another_app_mounts_this_one(decoder: Decoder, sto
             assert httpx.request("POST" if "chat" in path else "GET", url + path).status_code == 401
         assert httpx.get(f"{url}/llm/health").status_code == 200
         assert client(f"{url}/llm").chat.completions.create(model="tiny", messages=chat(store)).choices
-
-
-# What is refused
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """engine="http://...": what goes to vLLM, byte for byte, what comes back, and what is said where something is wrong."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -139,9 +137,6 @@ async def test_both_frameworks_classes_take_a_server(
     assert KEY not in f"{there!r} {there.model_dump()}"
 
 
-# What is checked before it goes
-
-
 def test_a_nan_never_leaves(
     fake: FakeVllm, there: Decoder, soft: str, monkeypatch: pytest.MonkeyPatch, talkative: Any
 ) -> None:
@@ -180,9 +175,6 @@ def test_impossible_options(talkative: Any) -> None:
         [(name, value)] = options.items()
         with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}")):
             Decoder(talkative, **{"engine": "http://127.0.0.1:1", **options})
-
-
-# What goes wrong there
 
 
 def test_a_server_that_is_busy_or_only_starts_is_asked_again(fake: FakeVllm, there: Decoder, soft: str) -> None:
@@ -231,9 +223,6 @@ def test_a_server_without_the_adapter_is_refused(
     monkeypatch.setattr(fake, "names", ["tiny"])
     with pytest.raises(ServerError, match="no model 'tiny-reader'.*ctx-compress export"):
         there.generate([soft], TOKENS)
-
-
-# Export
 
 
 def test_what_is_exported_is_what_transformers_and_peft_read(talkative: Any, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Markers, alone and in a store: read back exactly, refused when forged, found in linear time; and their keys."""
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 import stat
@@ -118,9 +116,6 @@ def test_hostile_text_takes_linear_time(unit: str) -> None:
     assert any(seconds() < 1.0 for _ in range(3))  # 0.02 to 0.2 s when measured; quadratic time would be minutes
 
 
-# In a store
-
-
 @pytest.mark.parametrize("ratio", [4, 8, 12, 16, 28, 32, 400, 16384])
 def test_a_marker_fetches_its_passage_at_its_ratio(store: SoftContextStore, bundle: WordBundle, ratio: int) -> None:
     texts = [passage(i, words) for i, words in enumerate((1, 4, 5, 17, 30, 37))]
@@ -157,9 +152,6 @@ def test_a_ratio_that_cannot_be_made_is_refused(store: SoftContextStore, ratio: 
     add(store, 1)
     with pytest.raises(RatioError, match=f"ratio {ratio} .*multiple of 4"):
         store.marker("p0", ratio)
-
-
-# Keys
 
 
 def test_the_key_file_is_private_and_shared_by_processes(store: SoftContextStore, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ What must resolve is found without the codec: by looking for the issued strings 
 each placed in user text, in a document, in the history or in a tool's output, and rendered by a chat template.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Vectors of sentences, stored when passages are added: a question encodes nothing but itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

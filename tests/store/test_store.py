@@ -1,7 +1,5 @@
 """SoftContextStore on real on-disk and in-memory Chroma."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 import threading
@@ -21,8 +19,6 @@ from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoredP
 from ctx_compress_rag.store.key import KEY_FILE
 from ctx_compress_rag.store.passage import content_id
 from helpers.store import WordBundle, add, assert_same, passage
-
-# What goes in comes out
 
 
 def test_get_keeps_order_duplicates_and_gaps(store: SoftContextStore, bundle: WordBundle) -> None:
@@ -86,9 +82,6 @@ def test_every_kind_of_document(store: SoftContextStore) -> None:
     assert kept == [(passage(n), {"source": name} if name else {}) for n, name in enumerate(["", "p", "d", "n"])]
 
 
-# Only what is needed is compressed
-
-
 def test_only_new_and_changed_texts_are_compressed(store: SoftContextStore, bundle: WordBundle) -> None:
     add(store, 5)
     bundle.calls.clear()
@@ -145,9 +138,6 @@ def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bun
             assert_same(soft, bundle.at(passage(i), 4))
 
 
-# Bad input leaves the store as it was
-
-
 @pytest.mark.parametrize(
     ("documents", "ids", "message"),
     [
@@ -193,9 +183,6 @@ def test_nan_slots_are_refused_and_the_store_goes_on(tmp_path: Path) -> None:
         assert store.get(["bad"]) == [None]
         assert store.add(["fine words"], ["fine"], progress=False).added == 1
         assert all(store.get(["p0", "p1", "p2", "fine"]))
-
-
-# Opening
 
 
 def test_another_bundle_is_refused(tmp_path: Path, bundle: WordBundle) -> None:

@@ -1,7 +1,5 @@
 """Records that are not as they were written: refused when read, found and made again."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Interrupts, forks, removed folders, full disks: nothing is left locked, lost or unsaid."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -27,8 +25,6 @@ from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-# Ctrl-C
 
 
 def interrupted(work: Callable[[], object], at: int) -> int:
@@ -132,9 +128,6 @@ def test_without_a_thread_to_start_all_goes_on_in_the_callers(tmp_path: Path, bu
         threading.stack_size(before)
 
 
-# Forks
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_child_of_busy_threads_is_told_at_once_that_it_cannot_open_a_store(tmp_path: Path) -> None:
     code = f"""{WRITE}
@@ -168,9 +161,6 @@ stop.set()
     assert done.stdout.split() == ["0"] * 8, done
 
 
-# What is removed under an open store
-
-
 @pytest.mark.parametrize("gone", ["folder", "key"])
 def test_what_is_written_after_a_removal_can_be_read_by_the_next_process(
     tmp_path: Path, bundle: WordBundle, gone: str
@@ -198,9 +188,6 @@ def test_another_key_file_under_an_open_store_is_noticed_at_the_next_write(tmp_p
         for refused in (lambda: add(store, 2), lambda: store.ensure([passage(7)])):
             with pytest.raises(StoreError, match=f"{KEY_FILE}.*open the store again"):
                 refused()
-
-
-# Full disks
 
 
 @pytest.fixture

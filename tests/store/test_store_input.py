@@ -1,7 +1,5 @@
 """What a store is given: a collection of the app's, ratios and numbers, passages of any size."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """A SoftContextStore and other processes: locks, forks; `tests/cli` kills a write."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

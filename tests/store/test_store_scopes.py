@@ -1,7 +1,5 @@
 """Tenants of one store: none reads, writes over or deletes another's passages."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """SoftContextStore against a real `chroma run` server on loopback, and one that answers nonsense or nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -123,9 +121,6 @@ else:
             ended = worker.finished()
             assert ended.returncode == 0, ended.stderr
     assert len(SoftContextStore(client, WordBundle(), collection="shared")) == 120
-
-
-# Nonsense
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Prompts of decoders without a chat template."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

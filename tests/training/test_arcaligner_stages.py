@@ -18,8 +18,6 @@ from helpers.arcaligner import LORA, make_reader, prompts, read
 from helpers.sentences import DIM, save_encoder
 from helpers.training import report, write_recipe
 
-# Stages and ablations
-
 
 def test_ablations() -> None:
     """Without recursion: loops 0 over the same weights. Without gate: all loops for each slot. Without LoRA."""
