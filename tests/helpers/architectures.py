@@ -145,25 +145,28 @@ def tokenizer(name: str) -> Any:
     )
 
 
-def model(name: str, seed: int = 0) -> Any:
-    """A causal LM of the family with tiny, wide random weights that half precision holds exactly."""
+def model(name: str, seed: int = 0, **shape: Any) -> Any:
+    """A causal LM of the family with tiny, wide random weights that half precision holds exactly.
+
+    Keywords are its config's, in place of these.
+    """
     tok = tokenizer(name)
     prefix = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=len(tok),
-        hidden_size=64,  # sqrt(64) is Gemma's embedding scale, exact in half precision
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    settings = {
+        "vocab_size": len(tok),
+        "hidden_size": 64,  # sqrt(64) is Gemma's embedding scale, exact in half precision
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "pad_token_id": tok.pad_token_id,
+        "bos_token_id": tok.bos_token_id,
+        "eos_token_id": tok.eos_token_id,
         **({"head_dim": 16} if name in ("Qwen3", "Gemma2", "Gemma3") else {}),
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        pad_token_id=tok.pad_token_id,
-        bos_token_id=tok.bos_token_id,
-        eos_token_id=tok.eos_token_id,
-        **family(name).shape,
-    )
+    }
+    config = getattr(transformers, f"{prefix}Config")(**settings | family(name).shape | shape)
     torch.manual_seed(seed)
     made = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
     for parameter in made.parameters():

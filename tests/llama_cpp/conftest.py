@@ -46,7 +46,7 @@ def folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
             if "norm" not in name:
                 torch.nn.init.normal_(parameter, std=0.3)
         model.get_input_embeddings().weight[tiny_tokenizer.all_special_ids] = 0  # it never ends by itself
-        write_gguf(model, tiny_tokenizer, made / "tiny.gguf")
+        write_gguf(model, made / "tiny.gguf", tiny_tokenizer, int8=True)
     decoder = GgufDecoder(path=str(made / "tiny.gguf"))
     bundle = Bundle.build(tiny_config(decoder=decoder), Backbone(*load_decoder(decoder, device="cpu")))
     bundle.reader.initialize(1.0)

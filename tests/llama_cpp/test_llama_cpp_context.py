@@ -9,16 +9,25 @@ import torch
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.prompt import Prompt
+from helpers import architectures
 from helpers.architectures import random_ids
-from helpers.gguf_families import FAMILIES, tiny_model, write_family
+from helpers.gguf import write_gguf
+
+# llama.cpp knows only this family's own pattern: five sliding layers, then a full one.
+GEMMA_3 = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def tiny_model(name: str) -> Any:
+    shape: dict[str, Any] = GEMMA_3 if name == "Gemma3" else {}
+    return architectures.model(name, 4, head_dim=16, tie_word_embeddings=True, **shape)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
 def opened(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, LlamaCppContext]:
     """A family's name, a model, and the same model in llama.cpp."""
     name = request.param
     model, file = tiny_model(name), tmp_path_factory.mktemp("family") / "tiny.gguf"
-    write_family(model, name, file, "right")
+    write_gguf(model, file, description="right")
     return name, model, LlamaCppContext(file, "right", 64, model.config.vocab_size, 200, 3)
 
 
@@ -82,7 +91,7 @@ def test_what_would_end_the_process_is_refused(opened: tuple[str, Any, LlamaCppC
 
 def test_files_of_other_weights_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     model, file = tiny_model("Llama"), tmp_path / "tiny.gguf"
-    write_family(model, "Llama", file, "right")
+    write_gguf(model, file, description="right")
     size = model.config.vocab_size
     for expected in (("wrong", 64, size), ("right", 32, size), ("right", 64, size + 1)):
         with pytest.raises(BundleError, match="another bundle"):

@@ -44,7 +44,8 @@ def written(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tu
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    return file, write_gguf(model, tiny_tokenizer, file)
+    write_gguf(model, file, tiny_tokenizer, int8=True)
+    return file, model
 
 
 @pytest.fixture(autouse=True)
