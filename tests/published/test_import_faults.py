@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ctx_compress_rag import Bundle
+from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published import importing
 from ctx_compress_rag.published.importing import Import, import_published
@@ -309,19 +310,19 @@ def test_a_hub_that_refuses_is_explained(hub: Hub, fault: str, named: str, tmp_p
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path) -> None:
-    found = Import.of(CHECKPOINTS / "lclm-4x")
-    here = Hub({}, address="http://127.0.0.1:9")
-    done = command(here, tmp_path / "cache", str(CHECKPOINTS / "lclm-4x"), str(tmp_path / "bundle"))
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout
-    assert found.licenses["checkpoint"] in shown and f"{found.parameters * 2 / 1e9:.1f} GB in 16" in shown
+def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*arguments: object) -> str:
+        assert main(["import", *map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    checkpoint = CHECKPOINTS / "lclm-4x"
+    found, out = Import.of(checkpoint), shown(checkpoint, tmp_path / "bundle")
+    assert found.licenses["checkpoint"] in out and f"{found.parameters * 2 / 1e9:.1f} GB in 16" in out
     assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").config.source is not None
-    dry = command(here, tmp_path / "cache", str(CHECKPOINTS / "lclm-4x"))
-    assert dry.returncode == 0 and dry.stdout and shown.startswith(dry.stdout)
-    listed = command(here, tmp_path / "cache", "--list").stdout.splitlines()
-    assert listed == [line for line in listed if line.split()[0] in {each.name for each in formats()}]
-    assert len(listed) == sum(len(each.known) for each in formats())
+    dry = shown(checkpoint)
+    assert dry and out.startswith(dry)
+    listed = [line.split()[0] for line in shown("--list").splitlines()]
+    assert set(listed) <= {each.name for each in formats()} and len(listed) == sum(len(f.known) for f in formats())
 
 
 def test_another_packages_format_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
