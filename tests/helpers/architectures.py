@@ -106,7 +106,6 @@ NAMES = [family.name for family in FAMILIES]
 
 
 def family(name: str) -> Family:
-    """The family of this name."""
     return FAMILIES[NAMES.index(name)]
 
 

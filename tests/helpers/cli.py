@@ -26,7 +26,6 @@ def save_bundle(bundle: Any, folder: Path, seed: int = 1) -> Path:
 
 
 def paragraphs(seed: int) -> list[str]:
-    """Eight paragraphs of text."""
     return World("dev", seed).passages()
 
 

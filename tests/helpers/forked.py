@@ -73,6 +73,5 @@ class Forked:
 
 
 def run_python(code: str, *args: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A program, run to its end."""
     with Forked(code, *args, env=env) as process:
         return process.finished()

@@ -70,7 +70,6 @@ class LlamaIndex:
 
     @staticmethod
     def shown(scored: NodeWithScore) -> str:
-        """What the LLM reads of it."""
         return scored.node.get_content(MetadataMode.LLM)
 
     @staticmethod
@@ -90,7 +89,6 @@ class LlamaIndex:
 
     @staticmethod
     async def in_loop(llm: Any, prompt: str) -> list[Answer]:
-        """The answers of a call and a stream in an event loop."""
         *_, streamed = [response async for response in await llm.astream_complete(prompt)]
         return [(response.text, response.raw["slots"]) for response in (await llm.acomplete(prompt), streamed)]
 

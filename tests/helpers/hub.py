@@ -40,7 +40,6 @@ def refused(status: int, code: str) -> Response:
 
 @contextmanager
 def running(hub: Hub) -> Iterator[Hub]:
-    """Serve a hub until the context ends."""
     app = FastAPI()
 
     @app.get("/api/models/{owner}/{name}{rest:path}")

@@ -105,12 +105,10 @@ def losses(folder: Path) -> list[float]:
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """What a finished training says of itself."""
     return dict(json.loads((folder / "training_report.json").read_text()))
 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The trained parameters of the last checkpoint."""
     last = max(folder.glob("checkpoints/checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     return dict(load_file(last / "trained.safetensors"))
 
