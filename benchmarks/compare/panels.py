@@ -34,7 +34,8 @@ def plot_panels(
         axes.set_axis_off()
     for axes, (heading, curves) in zip(grid.flat, panels.items(), strict=False):
         for curve, style in zip(shared, ("--", ":", "-."), strict=False):
-            axes.plot(curve.ratios, curve.scores, color="#999999", linestyle=style, linewidth=1.3, label=curve.label)
+            ratios, scores, _ = zip(*curve.points, strict=True)
+            axes.plot(ratios, scores, color="#999999", linestyle=style, linewidth=1.3, label=curve.label)
         draw(axes, curves, levels, ticks)
         axes.set_title(heading, loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=7, loc="best")

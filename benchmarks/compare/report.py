@@ -315,7 +315,7 @@ def _panels(entries: Sequence[EntryRow]) -> dict[str, list[Curve]]:
 
 
 def _curve(row: EntryRow) -> Curve:
-    return report.curve(
+    return Curve(
         row.name,
         [
             (cell.real_ratio, float(np.mean(cell.f1)), 1.96 * standard_error(cell.f1))

@@ -59,7 +59,9 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
         DataError: the file cannot be read or has no rows, or a row has another form; the message names file and line.
     """
     examples: list[Example] = []
-    for passages, turn in _rows(Path(path), unanswerable):
+    with open_text(Path(path)) as lines:
+        rows = [_row(line, f"{path}:{number}", unanswerable) for number, line in enumerate(lines, 1) if line.strip()]
+    for passages, turn in rows:
         last = examples[-1] if examples else None
         if last and last.passages == passages and len(last.turns) < max_turns:
             examples[-1] = Example(passages, (*last.turns, turn))
@@ -85,13 +87,6 @@ def open_text(path: Path) -> Iterator[IO[str]]:
         ) from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"cannot read {path} ({error}): give a file in UTF-8, packed or not") from error
-
-
-def _rows(path: Path, unanswerable: bool) -> Iterator[tuple[tuple[str, ...], Turn]]:
-    with open_text(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _row(line, f"{path}:{number}", unanswerable)
 
 
 class _Titled(BaseModel):

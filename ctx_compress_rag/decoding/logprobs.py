@@ -68,7 +68,6 @@ def from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
 
 
 def as_openai_completion(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
-    """Log-probabilities in the shape of OpenAI's completions."""
     ends = list(accumulate((len(each.token) for each in logprobs), initial=0))
     return {
         "tokens": [each.token for each in logprobs],

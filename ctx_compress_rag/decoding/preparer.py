@@ -69,14 +69,7 @@ class Preparer:
         return sum(map(len, ids)) + slots
 
     def prepare(self, prompts: Sequence[PromptLike], *, extractive: bool = False) -> list[Prompt]:
-        """Check and tokenize prompts, and insert their passages' slots.
-
-        Args:
-            prompts: as `generate` takes them.
-            extractive: whether answers are extractive (`Sampling`), which also needs the passages' texts.
-
-        Raises: as `generate`.
-        """
+        """Check and tokenize prompts, and insert their passages' slots; arguments and errors as of `generate`."""
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]

@@ -37,7 +37,6 @@ class Spliced:
     slot_mask: Tensor
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """The keyword arguments of a transformers causal LM."""
         return {
             "inputs_embeds": self.inputs_embeds,
             "attention_mask": self.attention_mask,

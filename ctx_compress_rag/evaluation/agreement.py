@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.splice import in_batches, open_model, predict, sp
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, prompt_of
-from ctx_compress_rag.evaluation.plots import plot_scores
+from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.prompt import Message
@@ -101,7 +101,9 @@ def agreement(
     template = bundle.config.template
     tokens = max_tokens or bundle.config.answer_tokens
     sampling = Sampling(max_tokens=tokens, extractive=bundle.config.extractive)
-    wanted = [*(_served(bundle, store.base_ratio) if ratios is None else dict.fromkeys(ratios)), None]
+    if ratios is None:
+        ratios = [r for r in bundle.config.ratios if bundle.can_read(r, store.base_ratio)] or [store.base_ratio]
+    wanted = [*dict.fromkeys(ratios), None]
     found: dict[int | None, list[Agreement]] = {ratio: [] for ratio in wanted}
     with tqdm(total=len(asked), desc="comparing answers", unit="question", disable=not progress) as bar:
         for start in range(0, len(asked), batch_size):
@@ -129,11 +131,6 @@ def agreement(
                 ]
             bar.update(len(batch))
     return [each for ratio in wanted for each in found[ratio]]
-
-
-def _served(bundle: Bundle, stored: int) -> list[int]:
-    """The ratios that a bundle was trained for and a store with slots at ratio `stored` can serve."""
-    return [ratio for ratio in bundle.config.ratios if bundle.can_read(ratio, stored)] or [stored]
 
 
 def _given(store: SoftContextStore, asked: Asked, ratio: int | None) -> list[str]:
@@ -217,7 +214,6 @@ def as_text(agreements: Sequence[Agreement]) -> str:
 
 
 def save(agreements: Sequence[Agreement], folder: str | Path, title: str) -> None:
-    """Write agreement.json, agreement.md and agreement.png."""
     folder = report.write(folder, "agreement", table(agreements), [asdict(each) for each in agreements])
     groups = {ratio: [a.f1 for a in group] for ratio, group in _by_ratio(agreements).items()}
     levels = {NONE: float(np.mean(groups[None]))} if None in groups else {}
@@ -226,7 +222,7 @@ def save(agreements: Sequence[Agreement], folder: str | Path, title: str) -> Non
         for ratio, f1 in groups.items()
         if ratio is not None
     ]
-    curve = report.curve(SOFT, points)
+    curve = Curve(SOFT, points)
     plot_scores(folder / "agreement.png", [curve], levels, ylabel="F1 with the answer from full text", title=title)
 
 

@@ -22,7 +22,7 @@ from ctx_compress_rag.evaluation.answering import (
     SystemAnswers,
     answer,
 )
-from ctx_compress_rag.evaluation.plots import plot_scores
+from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.statistics import Interval, standard_error, teacher_normalized
 from ctx_compress_rag.text.answers import contains_answer, declined, exact_match, token_f1
@@ -157,7 +157,7 @@ def save(scores: Sequence[Score], text: str, folder: str | Path, about: dict[str
     """Write scores.json, scores.md with `text`, and scores.png; `about` says how the scores were made."""
     folder = report.write(folder, "scores", text, {**about, "scores": [asdict(s) for s in scores]})
     curves = [
-        report.curve(system, [(s.ratio, s.f1, 1.96 * s.f1_error) for s in scores if s.system == system and s.ratio])
+        Curve(system, [(s.ratio, s.f1, 1.96 * s.f1_error) for s in scores if s.system == system and s.ratio])
         for system in dict.fromkeys(s.system for s in scores if s.ratio)
     ]
     levels = {s.system: s.f1 for s in scores if s.ratio is None}

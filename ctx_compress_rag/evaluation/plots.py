@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ctx_compress_rag.extras import needs
 
 if TYPE_CHECKING:
@@ -19,13 +21,10 @@ XLABEL = "source tokens per slot (compression ratio)"
 
 @dataclass(frozen=True)
 class Curve:
-    """A system's score at each ratio, with the bounds of its error bars."""
+    """A system's scores from 0 to 1: (ratio, score, margin on either side)."""
 
     label: str
-    ratios: Sequence[float]
-    scores: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
+    points: Sequence[tuple[float, float, float]]
 
 
 def plot_scores(
@@ -43,7 +42,7 @@ def plot_scores(
     """
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
-    draw(axes, curves, levels, sorted({ratio for curve in curves for ratio in curve.ratios}))
+    draw(axes, curves, levels, sorted({ratio for curve in curves for ratio, _, _ in curve.points}))
     axes.set_xlabel(XLABEL)
     axes.set_ylabel(ylabel)
     if title:
@@ -55,14 +54,11 @@ def plot_scores(
 def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
     """Draw curves of scores from 0 to 1 with error bars, and levels as horizontal lines, over a logarithmic axis."""
     for i, curve in enumerate(curves):
-        bars = [
-            [max(score - low, 0.0) for score, low in zip(curve.scores, curve.low, strict=True)],
-            [max(high - score, 0.0) for score, high in zip(curve.scores, curve.high, strict=True)],
-        ]
+        ratios, scores, margins = np.transpose(curve.points)
         axes.errorbar(
-            curve.ratios,
-            curve.scores,
-            yerr=bars,
+            ratios,
+            scores,
+            yerr=[np.minimum(margins, scores), np.minimum(margins, 1 - scores)],
             label=curve.label,
             color=_COLORS[i % len(_COLORS)],
             marker=_MARKERS[i % len(_MARKERS)],

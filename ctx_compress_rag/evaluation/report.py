@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ctx_compress_rag.evaluation.plots import Curve
 from ctx_compress_rag.evaluation.statistics import Interval, standard_error
 
 
@@ -40,14 +39,6 @@ def interval(found: Interval | None, sign: str = "") -> str:
 def times(ratio: float | None) -> str:
     """A ratio, such as "4x". None gives ""."""
     return "" if ratio is None else f"{ratio:g}x"
-
-
-def curve(label: str, points: Sequence[tuple[float, float, float]]) -> Curve:
-    """A curve of scores from 0 to 1, given as (ratio, mean, margin on either side)."""
-    ratios, means, _ = zip(*points, strict=True)
-    low = [max(0.0, middle - margin) for _, middle, margin in points]
-    high = [min(1.0, middle + margin) for _, middle, margin in points]
-    return Curve(label, ratios, means, low, high)
 
 
 def write(folder: str | Path, name: str, text: str, record: Any = None) -> Path:

@@ -121,6 +121,5 @@ def _stripped(text: str) -> str:
 
 
 def _tightened(row: Any) -> str:
-    """A table's row without padding."""
     cells = " ".join(row[0].split())
     return cells if set(cells) - set("|:- ") else re.sub("-{4,}", "---", cells)

@@ -12,9 +12,8 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, prompt_of
-from ctx_compress_rag.evaluation.plots import plot_scores
+from ctx_compress_rag.evaluation.plots import Curve, plot_scores
 from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
 from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
@@ -173,7 +172,7 @@ def _tables(corpus: Corpus, systems: Sequence[DemoSystem], hits: list[list[Hit]]
 
 def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
     soft = [s for s in systems if s.ratio]
-    curve = report.curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
+    curve = Curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
     levels = {s.label: s.score for s in systems if not s.ratio}
     count = len(systems[0].scores)
     return plot_scores(

@@ -54,8 +54,7 @@ class Format(ABC):
         return checkpoint.license
 
     @abstractmethod
-    def matches(self, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint is of this format."""
+    def matches(self, checkpoint: Checkpoint) -> bool: ...
 
     @abstractmethod
     def files(self, checkpoint: Checkpoint) -> list[str]:

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,6 +48,7 @@ class Limits:
                 raise ConfigError(f"{name}={value}: give 1 or more")
 
 
+@dataclass
 class Guard:
     """ASGI middleware. Refuses a request without a key before its body is read, and does not count it.
 
@@ -59,39 +60,30 @@ class Guard:
         seconds: how long a client may take to send its body.
     """
 
-    def __init__(
-        self,
-        app: Any,
-        metrics: Metrics,
-        keys: ApiKeys | None,
-        limits: Limits,
-        hosts: Collection[str] = (),
-        seconds: float = _BODY_SECONDS,
-    ) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._keys = keys
-        self._limits = limits
-        self._hosts = {host.lower() for host in hosts}
-        self._seconds = seconds
-        self._running = 0
+    app: Any
+    metrics: Metrics
+    keys: ApiKeys | None
+    limits: Limits
+    hosts: Collection[str] = ()
+    seconds: float = _BODY_SECONDS
+    _running: int = field(default=0, init=False)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         route = str(scope["path"]).removeprefix(scope.get("root_path", ""))  # without another app's prefix
         refusal, tenant = self._refusal(scope["headers"], route.startswith(_LOCKED))
         if refusal is not None:
             if route in _COUNTED:
-                self._metrics.requests.labels(route, str(refusal.status_code)).inc()
+                self.metrics.requests.labels(route, str(refusal.status_code)).inc()
             await refusal(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant
         if route in _COUNTED:
             await self._count(route, scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
 
     def _refusal(self, headers: Any, locked: bool) -> tuple[Response | None, str | None]:
         """Why a request is refused by its headers, and the scope that its key opens."""
@@ -103,14 +95,14 @@ class Guard:
             for name in _ONCE:
                 if names.count(name) > 1:
                     return _refused(400, f"two headers {name.decode()!r}: send one"), None
-        if self._keys is None:
+        if self.keys is None:
             # A page of another origin may send requests though it cannot read the answers.
             for header in (b"host", b"origin"):
                 if not self._is_own(given.get(header, "localhost")):
                     message = f"{header.decode()} {given[header][:80]!r} is not served: ask localhost, or start the "
                     return _refused(403, message + "server with --allowed-host NAME or with API keys"), None
             return None, None
-        tenant = self._keys.scope_of(given.get(b"authorization"))
+        tenant = self.keys.scope_of(given.get(b"authorization"))
         if tenant is None and locked:
             message = "no valid API key: send `Authorization: Bearer KEY`"
             return _refused(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}), None
@@ -122,7 +114,7 @@ class Guard:
             name = urlsplit(address if "//" in address else f"//{address}").hostname or ""
         except ValueError:
             return False
-        return name in self._hosts or is_local(name)
+        return name in map(str.lower, self.hosts) or is_local(name)
 
     async def _count(self, route: str, scope: Any, receive: Any, send: Any) -> None:
         began, status = time.perf_counter(), 500
@@ -134,35 +126,35 @@ class Guard:
             await send(message)
 
         self._running += 1
-        self._metrics.running.set(self._running)
+        self.metrics.running.set(self._running)
         try:
-            if self._running > self._limits.requests:
-                message = f"the server answers its maximum of {self._limits.requests} requests now: try again"
+            if self._running > self.limits.requests:
+                message = f"the server answers its maximum of {self.limits.requests} requests now: try again"
                 full = _refused(429, message, "rate_limit_error", "too_many_requests", {"Retry-After": "1"})
                 await full(scope, receive, noted)
             else:
                 await self._read(scope, receive, noted)
         finally:
             self._running -= 1
-            self._metrics.running.set(self._running)
-            self._metrics.requests.labels(route, str(status)).inc()
-            self._metrics.seconds.labels(route).observe(time.perf_counter() - began)
+            self.metrics.running.set(self._running)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.perf_counter() - began)
 
     async def _read(self, scope: Any, receive: Any, send: Any) -> None:
         """Read the whole body before the app sees any of it, unless it is too long or slow."""
         parts: list[bytes] = []
         length, more = 0, True
         try:
-            async with asyncio.timeout(self._seconds):
-                while more and length <= self._limits.body_bytes:
+            async with asyncio.timeout(self.seconds):
+                while more and length <= self.limits.body_bytes:
                     message = await receive()
                     parts.append(message.get("body", b""))
                     length, more = length + len(parts[-1]), message.get("more_body", False)
         except TimeoutError:
-            await _refused(408, f"the body took more than {self._seconds} s: try again")(scope, receive, send)
+            await _refused(408, f"the body took more than {self.seconds} s: try again")(scope, receive, send)
             return
-        if length > self._limits.body_bytes:
-            message = f"the body is longer than {self._limits.body_bytes} bytes: send fewer or shorter texts"
+        if length > self.limits.body_bytes:
+            message = f"the body is longer than {self.limits.body_bytes} bytes: send fewer or shorter texts"
             await _refused(413, message)(scope, receive, send)
             return
         messages = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
@@ -170,7 +162,7 @@ class Guard:
         async def replay() -> Any:
             return messages.pop() if messages else await receive()  # the next message is the disconnect
 
-        await self._app(scope, replay, send)
+        await self.app(scope, replay, send)
 
 
 def is_local(host: str) -> bool:

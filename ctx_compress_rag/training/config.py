@@ -67,7 +67,6 @@ class OptimConfig(Strict):
         compile: compile the decoder layers, which share their code, for batches of any shape.
         checkpoint_layers: keep only the input of each decoder layer, and run the layer again in the backward pass: this
             saves memory and costs time.
-        workers: number of processes that prepare batches.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -85,7 +84,6 @@ class OptimConfig(Strict):
     bf16: bool = False
     compile: bool = False
     checkpoint_layers: bool = False
-    workers: int = Field(default=0, ge=0)
     save_every: int = Field(default=500, gt=0)
     log_every: int = Field(default=20, gt=0)
 

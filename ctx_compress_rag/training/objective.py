@@ -98,11 +98,9 @@ class SlotObjective(nn.Module, ABC):
         """The loss of a collated batch, under "loss"."""
 
     def compress(self, passages: Sequence[Tokenized], ratios: Collection[int]) -> dict[int, SlotBatch]:
-        """The batch's passages at each of these ratios."""
         return dict(self.compressor(passages, list(ratios), self.bundle.config.max_tokens))
 
     def draw(self, example: object, count: int) -> list[int]:
-        """Draw `count` of the step's ratios for an example."""
         return random.Random(f"{self.seed}:{self.step}:{example}").sample(list(self.ratios), count)
 
     def drawn(self, prompts: Sequence[PromptTemplate]) -> dict[int, list[int]]:

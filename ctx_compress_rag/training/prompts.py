@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
     return kept
 
 
+@dataclass
 class PromptBuilder:
     """Renders examples for one tokenizer. An answer's ids are the same with text and with slots.
 
@@ -47,18 +49,13 @@ class PromptBuilder:
     HOLE = "\ue000slots\ue000"
     _ANSWER = "\ue000answer\ue000"
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        max_answer_tokens: int = 256,
-        separator: str = PASSAGE_SEPARATOR,
-        answer_prefix: str = "",
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.max_answer_tokens = max_answer_tokens
-        self.separator = separator
-        self.answer_prefix = answer_prefix
-        self._prompt_tokenizer = PromptTokenizer(tokenizer)
+    tokenizer: Any
+    max_answer_tokens: int = 256
+    separator: str = PASSAGE_SEPARATOR
+    answer_prefix: str = ""
+
+    def __post_init__(self) -> None:
+        self._prompt_tokenizer = PromptTokenizer(self.tokenizer)
 
     def passage_ids(self, passage: str) -> Tensor:
         """Token ids of a passage on its own: (L,)."""

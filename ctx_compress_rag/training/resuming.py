@@ -27,14 +27,12 @@ _MAY_CHANGE = {
     "optim.micro_batch_size",
     "optim.compile",
     "optim.checkpoint_layers",
-    "optim.workers",
     "optim.save_every",
     "optim.log_every",
 }
 
 
 def refuse_another(recipe: BaseRecipe) -> None:
-    """Refuse to continue another recipe's checkpoints."""
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
     if not file.exists() or not complete_checkpoints(recipe.output):
@@ -60,18 +58,15 @@ def begin(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
     write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json") | {FILES_KEY: dict(files)})
 
 
-def inputs(recipe: BaseRecipe) -> Iterator[Path]:
+def inputs(settings: Any) -> Iterator[Path]:
     """The files and folders that a recipe reads, except decoders, which may be names on the hub."""
-    return _paths(recipe.model_dump())
-
-
-def _paths(settings: Any) -> Iterator[Path]:
+    settings = settings.model_dump() if isinstance(settings, BaseRecipe) else settings
     if isinstance(settings, Path):
         yield settings
     elif isinstance(settings, dict | list):
         for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
             if key != "output":
-                yield from _paths(value)
+                yield from inputs(value)
 
 
 def file_digests(recipe: BaseRecipe) -> dict[str, str]:
@@ -104,7 +99,6 @@ def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
 
 
 def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested settings by dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}

@@ -1,6 +1,5 @@
 """Baselines and plots with a real tokenizer, a real sentence splitter and the real MiniLM."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,9 +112,9 @@ def test_extraction_spends_the_budget_on_the_nearest_in_order(tokenizer, budget:
 
 
 def test_the_plot_shows_what_it_is_given(tmp_path: Path) -> None:
-    soft = Curve("soft context", [4, 8, 16], [0.95, 0.9, 0.8], low=[0.93, 0.87, 0.76], high=[0.97, 0.93, 0.84])
-    truncation = Curve("truncation", [4, 8, 16], [0.4, 0.2, 0.1], low=[0.3, 0.1, 0.0], high=[0.5, 0.3, 0.2])
-    exact = replace(soft, low=soft.scores, high=soft.scores)
+    soft = Curve("soft context", [(4, 0.95, 0.02), (8, 0.9, 0.03), (16, 0.8, 0.04)])
+    truncation = Curve("truncation", [(4, 0.4, 0.1), (8, 0.2, 0.1), (16, 0.1, 0.1)])
+    exact = Curve(soft.label, [(ratio, score, 0.0) for ratio, score, _ in soft.points])
     given = {"both": [soft, truncation], "alone": [soft], "no bars": [exact]}
     paths = [plot_scores(tmp_path / "new" / f"{name}.png", each, {"full text": 0.97}) for name, each in given.items()]
     paths.append(plot_scores(tmp_path / "no levels.png", [soft], {}))

@@ -149,13 +149,11 @@ class RunningBatch:
             self._take(out.logits[:, -1], 0)
 
     def hand_out(self) -> None:
-        """Give ended rows their answers or errors."""
         ended, self._ended = self._ended, []
         for row, answer in ended:
             row.deliver(answer)
 
     def fail(self, error: BaseException) -> None:
-        """Give ended rows their answers, and all others an error."""
         self.hand_out()
         failed, self.rows, self._cache = self.rows, [], None
         fail_all(failed, error)
@@ -218,7 +216,6 @@ class BatchScheduler:
 
     @classmethod
     def of(cls, backbone: Backbone) -> BatchScheduler:
-        """The backbone's own, made on first use."""
         with _MAKING:
             return _OF.setdefault(backbone, cls())
 
@@ -317,7 +314,6 @@ def _next(group: RunningBatch, new: Sequence[Request]) -> Request:
 
 
 def _alike(rows: Sequence[Request]) -> Iterator[list[Request]]:
-    """Yield rows in batches of similar length."""
     batch: list[Request] = []
     for row in sorted(rows, key=lambda row: row.prompt.length):
         length = row.prompt.length

@@ -224,7 +224,7 @@ def _micro_batches(
     starts = range(first * optim.batch_size + rank * size, optim.items, size * count)
     numbers = ([number % len(job.examples) for number in range(start, start + size)] for start in starts)
     examples: Any = job.examples
-    return iter(DataLoader(examples, batch_sampler=numbers, num_workers=optim.workers, collate_fn=job.collate))
+    return iter(DataLoader(examples, batch_sampler=numbers, collate_fn=job.collate))
 
 
 def _backward(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,13 @@ PADDING = -1
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class _Movable:
+    def to(self, device: torch.device) -> Self:
+        return type(self)(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class PackedRows(_Movable):
     """Sequences in rows of one length.
 
     Attributes:
@@ -42,9 +48,6 @@ class PackedRows:
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return hidden.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
-    def to(self, device: torch.device) -> PackedRows:
-        return PackedRows(*(getattr(self, f.name).to(device) for f in fields(self)))
-
     @property
     def token_count(self) -> int:
         """Number of positions that are not padding."""
@@ -52,7 +55,7 @@ class PackedRows:
 
 
 @dataclass(frozen=True)
-class PackedSlots:
+class PackedSlots(_Movable):
     """A batch of passages, and of prompts with positions for their slots.
 
     Attributes:
@@ -68,9 +71,6 @@ class PackedSlots:
     sources: Tensor
     slots: Tensor
     places: Tensor
-
-    def to(self, device: torch.device) -> PackedSlots:
-        return PackedSlots(*(getattr(self, f.name).to(device) for f in fields(self)))
 
     @property
     def token_count(self) -> int:

@@ -20,6 +20,5 @@ def processes() -> PartialState:
 
 
 def training_device() -> torch.device:
-    """The device that this process trains on."""
     device: torch.device = processes().device
     return device

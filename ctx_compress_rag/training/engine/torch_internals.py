@@ -17,5 +17,4 @@ def compile_for_all() -> None:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for products in bfloat16."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()

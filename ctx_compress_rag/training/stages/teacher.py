@@ -77,9 +77,9 @@ class AnswerLoss(nn.Module, BatchMean):
         if num_items_in_batch is None:
             num_items_in_batch = self.items(answers)
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
-        targets = input_ids[:, 1:]
-        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="none")
-        return {"loss": losses[answers[:, 1:].flatten()].sum() / num_items_in_batch}
+        wanted = answers[:, 1:]
+        loss = F.cross_entropy(logits[:, :-1][wanted].float(), input_ids[:, 1:][wanted], reduction="sum")
+        return {"loss": loss / num_items_in_batch}
 
 
 @dataclass
