@@ -43,7 +43,7 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
-from ctx_compress_rag.models.loading import open_decoder
+from ctx_compress_rag.models.loading import open_decoder, said_on_terminals
 from ctx_compress_rag.soft_context import SoftContext, check_window
 from ctx_compress_rag.strict import as_int, explain
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -63,6 +63,12 @@ class Bundle(PlainDecoder):
         compressor: text side.
         reader: decoder side.
         report: how it was trained.
+
+    ```python
+    bundle = Bundle.from_pretrained("smollm2-135m")
+    [soft] = bundle.compress(["The pump's warranty lasts five years."])
+    soft.slots.shape  # (slots, hidden size of the decoder)
+    ```
     """
 
     def __init__(
@@ -80,6 +86,10 @@ class Bundle(PlainDecoder):
         self.report = dict(report or {})
         self._fingerprint: str | None = None
         self._folder: Path | None = None
+
+    def __repr__(self) -> str:
+        config, decoder = self.config, f"{self.decoder_name or 'its own decoder'} on {self.backbone.device}"
+        return f"Bundle({config.name!r}, {config.method.name}, ratios {config.ratios}, {decoder})"
 
     @classmethod
     def from_pretrained(
@@ -116,6 +126,7 @@ class Bundle(PlainDecoder):
             ConfigError: its config has unknown or impossible values, or the decoder is to be quantized but the method
                 needs a copy of it.
         """
+        line = said_on_terminals(f"opening the bundle {name_or_path}")
         folder = find_bundle(name_or_path, revision)
         config = read_config(folder / CONFIG_FILE)
         check_files(folder)
@@ -170,6 +181,7 @@ class Bundle(PlainDecoder):
                 config.name,
             )
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
+        line.close()
         return bundle
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +14,19 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ctx_compress_rag.decoding.decoder import Decoder
+    from ctx_compress_rag.decoding.sampling import Sampling
+    from ctx_compress_rag.indexing.index import Hit
+    from ctx_compress_rag.marking.mark import Marking
     from ctx_compress_rag.store import SoftContextStore
 
 
 @command('"How long does the warranty last?" --ratio 8')
 def ask(
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")],
+    question: Annotated[
+        str | None,
+        typer.Argument(metavar="QUESTION", help="What to ask.  [default: each line of the standard input]"),
+    ] = None,
     store: shared.Store = shared.STORE,
     bundle: shared.OwnBundle = None,
     ratio: Annotated[
@@ -48,14 +57,13 @@ def ask(
     engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
 ) -> None:
-    """Answer a question from an index.
+    """Answer a question from an index, or question after question until the input ends.
 
     The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages with their files.
     """
     from ctx_compress_rag.indexing.index import open_index
-    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
-    if not question.strip():
+    if question is not None and not question.strip():
         raise ConfigError("the question is empty: ask something")
     shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
     shared.check_apart(text_share=text_share, text=text)
@@ -67,39 +75,58 @@ def ask(
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder
         from ctx_compress_rag.decoding.sampling import Sampling
-        from ctx_compress_rag.marking.mark import mark
+        from ctx_compress_rag.marking.mark import Marking
 
-        [hits] = opened.search([question], k)
-        config = opened.bundle.config
-        texts = [hit.text for hit in hits]
-        if not text:
-            texts = mark(
-                opened.store,
-                texts,
-                [hit.id for hit in hits],
-                ratio=ratio,
-                token_budget=token_budget,
-                text_share=text_share,
-                scores=[hit.similarity for hit in hits],
-                question=question,
-            )
-        prompt = messages(template or config.template, PASSAGE_SEPARATOR.join(filter(None, texts)), question)
-        options = shared.engine_options(engine, server_key)
+        config, options = opened.bundle.config, shared.engine_options(engine, server_key)
+        marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
         decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:
             extractive = config.extractive and not is_server
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
-        begun = False
-        for piece in decoder.stream(prompt, sampling):
-            if isinstance(piece, str):
-                # Some tokenizers start an answer with a space.
-                print(shared.printable(piece if begun else piece.lstrip()), end="", flush=True)
-                begun = begun or bool(piece.strip())
-            else:
-                shares = enumerate([share(opened.store, each) for each in texts], 1)
-                shown = (f"[{place}] {each}" for place, each in shares if each)
-                print(f"\n\n{'Quoted' if extractive else 'Free answer'}, from {', '.join(shown)}.")
-                print(f"{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
+        for each in _asked() if question is None else [question]:
+            [hits] = opened.search([each], k)
+            _answer(each, hits, opened.store, marking, decoder, template or config.template, sampling)
+
+
+def _asked() -> Iterator[str]:
+    """The lines of the standard input, but for blank ones; a terminal shows where to write."""
+    while True:
+        if sys.stdin.isatty():
+            print("\nQuestion: ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(
+    question: str,
+    hits: Sequence[Hit],
+    store: SoftContextStore,
+    marking: Marking | None,
+    decoder: Decoder,
+    template: str,
+    sampling: Sampling,
+) -> None:
+    """Print the answer and its sources; without `marking`, the decoder reads their text."""
+    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
+
+    texts = [hit.text for hit in hits]
+    if marking is not None:
+        marked = marking.mark(texts, [hit.id for hit in hits], [hit.similarity for hit in hits], question)
+        texts = [each.shown for each in marked]
+    prompt = messages(template, PASSAGE_SEPARATOR.join(filter(None, texts)), question)
+    begun = False
+    for piece in decoder.stream(prompt, sampling):
+        if isinstance(piece, str):
+            # Some tokenizers start an answer with a space.
+            print(shared.printable(piece if begun else piece.lstrip()), end="", flush=True)
+            begun = begun or bool(piece.strip())
+        else:
+            shares = enumerate([share(store, each) for each in texts], 1)
+            shown = (f"[{place}] {each}" for place, each in shares if each)
+            print(f"\n\n{'Quoted' if sampling.extractive else 'Free answer'}, from {', '.join(shown)}.")
+            print(f"{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
     for number, hit in enumerate(hits, 1):
         print(shared.printable(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}"))
 

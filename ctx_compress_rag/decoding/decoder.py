@@ -70,6 +70,16 @@ class Decoder:
         FingerprintMismatchError: the store was made with another bundle.
         ConfigError: an argument has an impossible value, or the engine cannot run this bundle.
         MissingExtraError: the engine's extra is not installed.
+
+    ```python
+    bundle = Bundle.from_pretrained("smollm2-135m")
+    store = SoftContextStore("./soft_contexts", bundle)
+    store.add(["The pump's warranty lasts five years."], ids=["pump"])
+    decoder = Decoder(bundle, store)
+    content = f"{store.marker('pump', ratio=4)} How long does the warranty last?"
+    [answer] = decoder.generate([[{"role": "user", "content": content}]])
+    answer.text, answer.slots
+    ```
     """
 
     def __init__(
@@ -86,6 +96,10 @@ class Decoder:
         self.store = store
         self.preparer = Preparer(bundle, store, on_unreadable=on_unreadable, max_prompt_tokens=max_prompt_tokens)
         self.engine = _open(engine, bundle, options)
+        self._engine_name = engine
+
+    def __repr__(self) -> str:
+        return f"Decoder({self.bundle!r}, {self.store!r}, engine={self._engine_name!r})"
 
     def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
         """Answer prompts, in order; some may have markers and others not.

@@ -19,7 +19,7 @@ from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreada
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
 from ctx_compress_rag.strict import as_positive_int
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
-from ctx_compress_rag.text.quoting import quotable
+from ctx_compress_rag.text.quoting import quotable, without_question
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import check_characters
 
@@ -96,7 +96,7 @@ class Preparer:
             made = PromptTemplate.without_answers(ids).fill(slots)
             self._check_length(index, made)
             if extractive:
-                made = replace(made, quotable=self._quotable(index, messages, said))
+                made = replace(made, quotable=self._quotable(index, prompt, messages, said))
             prepared.append(made)
         return prepared
 
@@ -199,8 +199,20 @@ class Preparer:
                 [found[marker]] = read(self.store, [marker])
         return found
 
-    def _quotable(self, index: int, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]) -> Quotable:
-        texts = dict.fromkeys(said.get(p, "") if isinstance(p, Marker) else p for parts in messages for p in parts)
+    def _quotable(
+        self, index: int, prompt: PromptLike, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]
+    ) -> Quotable:
+        roles = ["user"] if isinstance(prompt, str) else [message["role"] for message in prompt]
+        whole: dict[str, None] = {}
+        texts: dict[str, None] = {}  # without the questions
+        for role, parts in zip(roles, messages, strict=True):
+            read = [said.get(part, "") if isinstance(part, Marker) else part for part in parts]
+            whole |= dict.fromkeys(read)
+            if role == "user" and isinstance(parts[-1], str):
+                read[-1] = without_question(read[-1])
+            texts |= dict.fromkeys(read)
+        if not any(text.strip() for text in texts):  # the whole prompt is one line
+            texts = whole
         if (length := sum(map(len, texts))) > MAX_CHARACTERS:
             raise ConfigError(
                 f"prompt {index} and its passages have {length:,} characters, but an extractive answer quotes from "

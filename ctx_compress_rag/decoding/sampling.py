@@ -37,8 +37,8 @@ class SamplingOptions(BaseModel):
         top_k: sample from this many of the most likely tokens; 0 or -1 for all.
         stop: strings that end the answer and are left out of it, 16 at most.
         seed: makes sampling repeatable, whatever else is in its batch; None draws a new one for each answer.
-        extractive: the answer is a quotation: consecutive whole words of the prompt or of a passage that one of its
-            markers stands for.
+        extractive: the answer is a quotation: consecutive whole words of the prompt, but for the question (the last
+            line of a user's message), or of a passage that one of its markers stands for.
         logprobs: also return the log-probability of each token.
         top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
         decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`,

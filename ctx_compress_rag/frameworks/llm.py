@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NoReturn, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
@@ -17,6 +19,9 @@ from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_sco
 from ctx_compress_rag.strict import check_known, explain
 from ctx_compress_rag.text.templates import messages
 
+logger = logging.getLogger(__name__)
+
+_JSON_TOKENS = 128  # unless the user gives a limit: a decoder that cannot fill fields may not end them either
 _ENGINE_OPTIONS = tuple(EngineOptions.__annotations__)
 
 
@@ -125,6 +130,12 @@ class DecoderLLM(SamplingOptions):
         chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
         if schema is not None and self._quotes_by_default and given.get("extractive") is None:
             chosen["extractive"] = False
+            _warn_once(
+                f"bundle {self.store.bundle.config.name!r} answers best with quotations: the fields of its JSON are "
+                "often empty or wrong. Fill them with another model, from this one's answer"
+            )
+            if "max_tokens" not in self.model_fields_set and given.get("max_tokens") is None:
+                chosen["max_tokens"] = _JSON_TOKENS
         return Sampling(json_schema=schema, **chosen)
 
     @property
@@ -162,6 +173,11 @@ class DecoderLLM(SamplingOptions):
     def in_scope(self) -> AbstractContextManager[None]:
         """A block in which prompts are read with the LLM's `scope`."""
         return nullcontext() if self.scope is None else scope(self.scope)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _schema_of(response_format: object) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, open_gguf
@@ -101,7 +102,7 @@ def open_decoder(
     tokenizer.padding_side = "left"
 
     def loaded() -> Any:
-        with _errors_named(name):
+        with _errors_named(name), said_on_terminals(f"loading the decoder {name}"):
             model = load()
             if attn_implementation is not None:
                 model.set_attn_implementation(attn_implementation)
@@ -123,6 +124,11 @@ def load_decoder(
     """
     model, tokenizer = open_decoder(name, revision, device, **options)
     return model.load(), tokenizer
+
+
+def said_on_terminals(what: str) -> tqdm:
+    """A line on stderr until it is closed, or the block ends, if stderr is a terminal."""
+    return tqdm(desc=what, bar_format="{desc} ...", leave=False, disable=None)
 
 
 @contextmanager

@@ -23,6 +23,15 @@ _WORD = re.compile(rf"{CHARACTER.pattern}[{_MARKS}]*|{_LETTER}(?:{_LETTER}|[{_MA
 _SPACED = re.compile(r"\S+")
 
 
+def without_question(text: str) -> str:
+    """What follows a message's last passage, without its question: the last line, and a label after it ("Answer:")."""
+    before, _, last = text.rstrip().rpartition("\n")
+    if last.endswith(":"):
+        rest, _, line = before.rpartition("\n")
+        return rest if line.strip() else before
+    return before
+
+
 def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
     """All quotations from texts. Each starts at a word, or at punctuation that follows a space, and ends with either.
 

@@ -1,9 +1,11 @@
 """Bundles: what is saved is what is loaded, and what is damaged is refused by name."""
 
+import io
 import json
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.store import SoftContextStore
 from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
@@ -320,3 +324,30 @@ def test_other_files_are_not_written_over(make_tiny_bundle: Callable[..., Any], 
     assert [f.name for f in (tmp_path / "project").iterdir()] == ["README.md"]
     bundle.save_pretrained(tmp_path / "new")
     bundle.save_pretrained(tmp_path / "new")  # a bundle's own files are
+
+
+def test_what_is_shown_says_what_is_held_and_the_docstrings_examples_run(
+    make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened:
+        from_pretrained = staticmethod(lambda name: make_tiny_bundle())
+
+    monkeypatch.chdir(tmp_path)
+    made: dict[str, Any] = {"Bundle": Opened, "Decoder": Decoder, "SoftContextStore": SoftContextStore}
+    for shown in (Bundle, Decoder):
+        [example] = re.findall(r"```python\n(.*?)```", str(shown.__doc__), re.S)
+        exec(textwrap.dedent(example), made)
+    assert made["answer"].slots > 0
+    assert all(part in repr(made["bundle"]) for part in ("'tiny'", "[4", " on cpu"))
+    assert all(part in repr(made["decoder"]) for part in ("'tiny'", "1 passages", "'transformers'"))
+
+
+def test_loading_is_said_on_a_terminal(make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_bundle().save_pretrained(tmp_path / "shown")
+    for terminal in (True, False):
+        said = io.StringIO()
+        monkeypatch.setattr(said, "isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setattr("sys.stderr", said)
+        Bundle.from_pretrained(tmp_path / "shown").backbone.model  # noqa: B018
+        text = said.getvalue()
+        assert ("opening the bundle" in text, "loading the decoder" in text) == (terminal, terminal)

@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit codes, and that a kill loses nothing."""
 
+import io
 import os
 import re
 import signal
@@ -159,7 +160,9 @@ def test_what_the_output_cannot_encode_is_a_question_mark(run: Any, bundle_folde
 def test_ask_with_text_is_what_transformers_answers(run: Any, store: Path, bundle_folder: Path) -> None:
     assert run("ask", QUESTION, "--store", store, "--text", "--k", 2) == 0
     answer, _, sources = run.out.partition(" prompt tokens, 0 of them slots. Sources:\n")
-    answer, _, tokens = answer.rpartition("\n\n")
+    answer, _, said = answer.rpartition("\n\n")
+    how, _, tokens = said.partition("\n")
+    assert how == "Free answer, from [1] text, [2] text."
     stored = {(text, metadata["source"]) for text, metadata, *_ in contents(store).values()}
     shown = passages_shown(sources)
     assert len(shown) == 2 and set(shown) <= stored
@@ -197,7 +200,17 @@ def test_ask_quotes_what_the_slots_stand_for(run: Any, store: Path) -> None:
     answer, _, sources = run.out.partition("\n\n")
     assert answer.strip() and "0 of them slots" not in sources
     shown = [text for text, _ in passages_shown(sources.partition("Sources:\n")[2])]
-    assert any(answer.strip() in text for text in [*shown, QUESTION, "Question:"])
+    assert any(answer.strip() in text for text in shown)
+
+
+def test_ask_reads_questions_until_the_end(run: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for question in (QUESTION, "Who built the mill?"):
+        assert run("ask", question, "--store", store) == 0
+        said.append(run.out)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n \nWho built the mill?"))
+    assert run("ask", "--store", store) == 0
+    assert run.out == "".join(said)
 
 
 def test_info(run: Any, store: Path, bundle_folder: Path) -> None:

@@ -20,7 +20,7 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.scope import record_id
-from ctx_compress_rag.text.quoting import quotable
+from ctx_compress_rag.text.quoting import quotable, without_question
 from ctx_compress_rag.text.tokenizing import text_ids
 from helpers.decoding import PASSAGES, QUESTION, apart
 
@@ -154,3 +154,37 @@ def test_quoting_from_very_much_is_refused(
     with pytest.raises(ConfigError, match="prompt 0 and its passages have .* quotes from 50 at most"):
         decoder.generate(prompts[:1], EXTRACTIVE)
     assert decoder.generate(prompts[:1], Sampling(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("\n\nQuestion: Who?", "\n"),
+        (" Who?\n", ""),
+        ("A mill.\n---\nFrom the context, answer.\nQuery: Who?\nAnswer: ", "A mill.\n---\nFrom the context, answer."),
+        ("A mill.\n\nSummarize it:", "A mill.\n"),
+        ("", ""),
+    ],
+)
+def test_a_message_without_its_question(text: str, left: str) -> None:
+    assert without_question(text) == left
+
+
+def test_no_answer_quotes_the_question(make_tiny_bundle: Any) -> None:
+    store = SoftContextStore(chromadb.EphemeralClient(), bundle := make_tiny_bundle(), collection="asked")
+    store.add(["1 2 3 4"], ids=["digits"], progress=False)
+    preparer = Decoder(bundle, store).preparer
+    marker = store.marker("digits", 4)
+
+    def words(*messages: tuple[str, str]) -> str:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        [prepared] = preparer.prepare([chat], extractive=True)
+        assert prepared.quotable is not None
+        return bundle.tokenizer.decode([token.id for token in prepared.quotable.tokens if token is not None])
+
+    said = words(
+        ("system", "Be brief?"), ("user", f"A mill. {marker}\n\nWho?"), ("assistant", "Orla."), ("user", "Why?")
+    )
+    assert all(word in said for word in ("Be brief?", "A mill.", "1 2 3 4", "Orla."))
+    assert "Who" not in said and "Why" not in said
+    assert "Who" in words(("user", "Who?"))  # there is nothing else

@@ -127,14 +127,19 @@ def test_what_must_stay_text_is_counted(app: App) -> None:
 
 
 @FRAMEWORKS
-def test_an_llm_quotes_if_its_bundle_answers_best_so(app: App, framework: Any) -> None:
+def test_an_llm_quotes_if_its_bundle_answers_best_so(
+    app: App, framework: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And JSON, which it writes badly, is short, with a warning."""
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     config = app.bundle.config
-    app.bundle.config = config.model_copy(update={"extractive": True})
+    app.bundle.config = config.model_copy(update={"extractive": True, "name": f"quoting-{framework.__name__}"})
     try:
         llm = framework.llm(store=app.store)
         assert llm.sampling({}).extractive and not llm.sampling({"extractive": False}).extractive
-        assert not llm.sampling({"response_format": schema}).extractive
+        short = llm.sampling({"response_format": schema})
+        assert not short.extractive and short.max_tokens < llm.max_tokens and app.bundle.config.name in caplog.text
+        assert llm.sampling({"response_format": schema, "max_tokens": 300}).max_tokens == 300
         for options in ({"extractive": False}, {"engine": "http://localhost:1"}):
             assert not framework.llm(store=app.store, **options).sampling({}).extractive
     finally:
