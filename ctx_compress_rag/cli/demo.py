@@ -17,8 +17,8 @@ def demo(
 ) -> None:
     """Try it on a small corpus.
 
-    Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each is answered with the full text, with
-    soft contexts and without context, and the answers are scored.
+    Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each is answered with the full text, as
+    the bundle compresses by default, and without context, and the answers are scored.
     """
     from ctx_compress_rag.indexing.demo import run_demo
 

@@ -35,7 +35,7 @@ class DemoSystem:
     """A way to give the decoder its context, and its results.
 
     Attributes:
-        ratio: source tokens per slot; None without slots.
+        ratio: how many times shorter the passages become; None if they do not.
         scores: token F1 of each answer.
         prompt_tokens: mean length of the prompts, a slot counted as a token.
         stored_bytes: size of what is stored of the whole corpus for these prompts.
@@ -62,7 +62,7 @@ class DemoReport:
     Attributes:
         stored: how many passages were compressed now, and how many before.
         retrieved: for how many of the questions retrieval found every passage needed.
-        systems: full text, soft context from the finest ratio to the coarsest, no context.
+        systems: full text, what the bundle shows by default at each ratio, finest first, no context.
         picture: the plot of score against ratio, a PNG.
     """
 
@@ -111,9 +111,10 @@ def _compare(index: PassageIndex, decoder: Decoder, corpus: Corpus, hits: list[l
     ratios = [ratio for ratio in sorted(index.bundle.config.ratios) if ratio <= _COARSEST]
     kinds: list[tuple[str, int | None, int]] = [
         (FULL, None, text_bytes),
-        *((f"soft context {ratio}x", ratio, soft_bytes) for ratio in ratios),
+        *((f"compressed {ratio}x", ratio, soft_bytes) for ratio in ratios),
         (NONE, None, 0),
     ]
+    sampling = Sampling(max_tokens=_ANSWER_TOKENS, extractive=index.bundle.config.extractive)
     systems: list[DemoSystem] = []
     for label, ratio, size in kinds:
         prompts = []
@@ -122,7 +123,7 @@ def _compare(index: PassageIndex, decoder: Decoder, corpus: Corpus, hits: list[l
             if ratio is not None:
                 texts = mark(index.store, texts, [hit.id for hit in found], question=q.text, ratio=ratio)
             prompts.append(prompt_of(TEMPLATES[0], texts, q.text))
-        generations = decoder.generate(prompts, Sampling(max_tokens=_ANSWER_TOKENS))
+        generations = decoder.generate(prompts, sampling)
         answers = tuple(generation.text.strip() for generation in generations)
         systems.append(
             DemoSystem(
@@ -172,7 +173,7 @@ def _tables(corpus: Corpus, systems: Sequence[DemoSystem], hits: list[list[Hit]]
 
 def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
     soft = [s for s in systems if s.ratio]
-    curve = Curve("soft context", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
+    curve = Curve("compressed", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
     levels = {s.label: s.score for s in systems if not s.ratio}
     count = len(systems[0].scores)
     return plot_scores(

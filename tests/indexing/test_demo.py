@@ -39,9 +39,9 @@ def test_the_report_is_of_one_store_and_one_decoder(report: DemoReport, bundle_f
     assert (report.stored.added, report.stored.unchanged) == (24, 0)
     assert [(s.label, s.ratio) for s in report.systems] == [
         ("full text", None),
-        ("soft context 4x", 4),
-        ("soft context 8x", 8),
-        ("soft context 16x", 16),
+        ("compressed 4x", 4),
+        ("compressed 8x", 8),
+        ("compressed 16x", 16),
         ("no context", None),
     ]
     assert report.retrieved >= 11
