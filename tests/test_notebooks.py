@@ -113,6 +113,7 @@ CLAIMS = {
         SCORES,
         "[d.page_content for d in restore_sources(result['context'], store)]"
         " == [d.page_content for d in retriever.invoke(result['input'])]",
+        "'[[ctx:' in several and spent <= 100",
     ],
     "llama_index_rag": [
         COSTS,
