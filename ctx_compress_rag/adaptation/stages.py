@@ -142,7 +142,7 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective |
     update.predictor.calibrate(update.pooled(bundle, first), norms(update.target(bundle, first).change()))
     numbers: Sequence[int] = range(recipe.optim.items)
     if recipe.contexts is not None:
-        numbers = passes(recipe.contexts, recipe.optim.items, recipe.seed)
+        numbers = passes(min(recipe.contexts, recipe.optim.items), recipe.optim.items, recipe.seed)
     objective = objective or partial(
         MatchingLoss, magnitude_weight=recipe.magnitude_weight, keep=recipe.contexts is not None
     )

@@ -32,7 +32,7 @@ def test_the_english_bundle_reads_wikipedia(tmp_path: Path) -> None:
     report = run_demo(tmp_path / "chroma", progress=False)
     full, *soft, none = report.systems
     assert report.retrieved >= 11
-    assert full.score > soft[0].score > none.score
+    assert min(full.score, soft[0].score) > soft[-1].score > none.score
 
 
 def test_the_report_is_of_one_store_and_one_decoder(report: DemoReport, bundle_folder: Path) -> None:
