@@ -5,13 +5,10 @@ Callers share passes: prompts that wait are read together, and every pass after 
 
 from __future__ import annotations
 
-import atexit
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakSet
 
 from torch import Tensor
 
@@ -20,15 +17,13 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.engines.gguf_weights import Side, digest, gguf_weights, sides
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
+from ctx_compress_rag.decoding.engines.workers import ENDING, WORKERS, deliver
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store.marker import current_scope
 from ctx_compress_rag.strict import as_positive_int
 
-logger = logging.getLogger(__name__)
-
-_END_SECONDS = 30
 _CLOSED = ConfigError("this engine is closed: make a new one")
 
 
@@ -53,10 +48,7 @@ class _Row:
     number: int = -1
 
     def deliver(self, answer: Generation | BaseException) -> None:
-        try:
-            self.put(answer)
-        except Exception:
-            logger.exception("a caller's `put` failed")
+        deliver(self.put, answer)
 
 
 class _Group:
@@ -192,7 +184,7 @@ class LlamaCppEngine:
             if not self._running:
                 self._running = True
                 thread = threading.Thread(target=self._run, name="ctx-compress-llama.cpp", daemon=True)
-                _THREADS.add(thread)
+                WORKERS.add(thread)
                 thread.start()
         return canceled.set
 
@@ -228,7 +220,7 @@ class LlamaCppEngine:
         while True:
             with self._changed:
                 groups = [group for group in self._groups.values() if group.waiting or group.rows]
-                if not groups or self._closed or _ENDING.is_set():
+                if not groups or self._closed or ENDING.is_set():
                     for group in groups:
                         waiting, group.waiting = group.waiting, []
                         group.fail(_CLOSED)
@@ -244,16 +236,3 @@ class LlamaCppEngine:
                     group.advance(new)
                 except BaseException as error:
                     group.fail(error)
-
-
-_THREADS: WeakSet[threading.Thread] = WeakSet()
-_ENDING = threading.Event()
-
-
-@atexit.register
-def _end() -> None:
-    """Stop answering when the program ends: a thread inside native code would outlive what it uses."""
-    _ENDING.set()
-    for thread in list(_THREADS):
-        thread.join(_END_SECONDS)
-    _ENDING.clear()

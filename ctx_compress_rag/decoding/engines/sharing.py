@@ -7,8 +7,6 @@ token ids only), has logits processors and a seed for each prompt, can cancel on
 
 from __future__ import annotations
 
-import atexit
-import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from transformers import DynamicCache
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.engines.merging import merged_model
+from ctx_compress_rag.decoding.engines.workers import ENDING, WORKERS, deliver
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import open_model, splice
 from ctx_compress_rag.errors import DecoderMemoryError
@@ -33,10 +32,7 @@ from ctx_compress_rag.models.transformers_internals import cache_name, cut_cache
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store.marker import current_scope
 
-logger = logging.getLogger(__name__)
-
 _STEPS = 8  # passes of one group before the next group's turn
-_END_SECONDS = 30
 _PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
 
 
@@ -82,11 +78,7 @@ class Request:
         )
 
     def deliver(self, answer: Generation | BaseException) -> None:
-        """Call `put` with the answer or error. Errors from the caller's `put` are logged and stop no other request."""
-        try:
-            self.put(answer)
-        except Exception:
-            logger.exception("a caller's `put` failed")
+        deliver(self.put, answer)
 
     @contextmanager
     def open_model(self, slot_mask: Tensor) -> Iterator[Any]:
@@ -229,7 +221,7 @@ class BatchScheduler:
             if not self._running:
                 self._running = True
                 thread = threading.Thread(target=self._run, name="ctx-compress-stream", daemon=True)
-                _THREADS.add(thread)
+                WORKERS.add(thread)
                 thread.start()
 
     def _run(self) -> None:
@@ -237,7 +229,7 @@ class BatchScheduler:
             with self._changed:
                 self._groups = {key: group for key, group in self._groups.items() if group.waiting or group.rows}
                 groups = list(self._groups.values())
-                if not groups or _ENDING.is_set():
+                if not groups or ENDING.is_set():
                     self._running = False
                     return
             for group in groups:
@@ -280,7 +272,7 @@ class BatchScheduler:
                 group.hand_out()
                 group.step(model)
                 turn_ends = steps >= _STEPS and len(self._groups) > 1
-                if not group.rows or turn_ends or self._wanted(group, first.bundle.backbone) or _ENDING.is_set():
+                if not group.rows or turn_ends or self._wanted(group, first.bundle.backbone) or ENDING.is_set():
                     return
 
     def _wanted(self, group: RunningBatch, backbone: Backbone) -> bool:
@@ -292,17 +284,6 @@ class BatchScheduler:
 
 _OF: WeakKeyDictionary[Backbone, BatchScheduler] = WeakKeyDictionary()
 _MAKING = threading.Lock()
-_THREADS: WeakSet[threading.Thread] = WeakSet()
-_ENDING = threading.Event()
-
-
-@atexit.register
-def _end() -> None:
-    """Stop answering when the program ends: if Python ends a thread inside torch, the process aborts."""
-    _ENDING.set()
-    for thread in list(_THREADS):
-        thread.join(_END_SECONDS)  # a thread that waits for a decoder which the caller still holds never ends
-    _ENDING.clear()
 
 
 def _next(group: RunningBatch, new: Sequence[Request]) -> Request:
