@@ -127,7 +127,7 @@ CLAIMS = {
     ],
     "what_does_a_ratio_cost": [
         "ratios == [4, 8, 16]",
-        "0 < column('kl', 4).mean() < column('kl', None).mean()",
+        "column('f1', 4).mean() > column('f1', None, 'no context').mean()",
         "column('prompt_tokens', 4).mean() > column('prompt_tokens', 16).mean()",
     ],
     "train_for_your_decoder": ["report['resumed']", "history[-1]['step'] == 100", "stopped < 100"],

@@ -416,7 +416,7 @@ def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     for key, given in tqdm(texts.items(), desc="answering", unit="system"):
         chats = [prompt_of(TEMPLATES[0], own, q.question) for own, q in zip(given, questions, strict=True)]
         made = decoder.generate(chats, Sampling(max_tokens=_ANSWER_TOKENS))
-        answers[key] = Answers([one.text.strip() for one in made], mean(one.prompt_tokens for one in made), None)
+        answers[key] = Answers([one.text.strip() for one in made], [one.prompt_tokens for one in made], None)
     return {"name": BASELINES, "decoder": str(plan.decoder), "scores": _scores(answers, questions)}
 
 
@@ -425,7 +425,7 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
         {
             "system": system,
             "ratio": ratio,
-            "prompt_tokens": given.prompt_tokens,
+            "prompt_tokens": mean(given.prompt_tokens),
             "stored_bytes": given.stored_bytes,
             "exact_match": each(exact_match, given.texts, questions),
             "f1": each(token_f1, given.texts, questions),

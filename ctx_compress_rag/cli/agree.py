@@ -26,14 +26,13 @@ def agree(
 ) -> None:
     """Compare answers from slots and from text.
 
-    Needs no reference answers: shows what compression changes, not whether answers are right. The default ratios are
-    those that the bundle was trained for and the store can serve.
+    Needs no reference answers: shows what compression changes, not whether answers are right. The best sentences get as
+    many tokens. The default ratios are those that the bundle was trained for and the store can serve.
     """
     from ctx_compress_rag.evaluation import agreement
-    from ctx_compress_rag.evaluation.plots import new_figure
+    from ctx_compress_rag.evaluation.questions import Question
     from ctx_compress_rag.indexing.index import open_index
 
-    new_figure(1, 1)  # report a missing package before the work starts
     if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
         raise DataError(f"{questions!r} is JSON: give a text file with one question per line")
     asked = [line.strip() for line in shared.read_text(questions, "questions").splitlines() if line.strip()]
@@ -41,15 +40,13 @@ def agree(
     shared.quiet_models()
     with open_index(store, bundle) as index:
         found = index.search(asked, k)
-        given = [
-            agreement.Asked(question, tuple(hit.text for hit in hits), tuple(hit.id for hit in hits))
-            for question, hits in zip(asked, found, strict=True)
-        ]
-        compared = agreement.agreement(index.store, given, ratios)
-        title = f"{index.bundle.config.name}: {len(asked)} questions from {Path(questions).name}"
-    agreement.save(compared, output, title)
+        given = [Question(tuple(h.text for h in hits), each, ()) for each, hits in zip(asked, found, strict=True)]
+        ids = {hit.text: hit.id for hits in found for hit in hits}
+        compared = agreement.agreement(index.store, given, ratios, ids=ids)
+        name = index.bundle.config.name
+    agreement.save(compared, output)
     print(agreement.table(compared))
-    print(f"\n{agreement.advice(compared)}")
     if differing := agreement.worst(compared, worst):
         print(f"\nanswers that differ at the finest ratios:\n\n{agreement.as_text(differing)}")
-    print(f"\n{title}; also in {output}")
+    print(f"\n{name}: {len(asked)} questions from {Path(questions).name}; all answers are in {output}")
+    print(f"\n{agreement.advice(compared)}")

@@ -45,12 +45,12 @@ class Answers:
 
     Attributes:
         texts: an answer for each question.
-        prompt_tokens: mean length of the prompts, a slot counting as one.
+        prompt_tokens: the length of each prompt, a slot counting as one.
         stored_bytes: mean stored size of a passage's slots; None if nothing is stored.
     """
 
     texts: list[str]
-    prompt_tokens: float
+    prompt_tokens: list[int]
     stored_bytes: float | None
 
 
@@ -142,7 +142,7 @@ def answer(
     answers: SystemAnswers = {}
     for group, prompts in each_store(bundle, questions, ratios, **asking):
         left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
-        answers |= _answers(prompts, questions, keys_of(left, group), sampling, kept, progress)
+        answers |= answer_each(prompts, questions, keys_of(left, group), sampling, kept, progress)
     return answers
 
 
@@ -176,12 +176,17 @@ def each_store(
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes each system's prompt for a question, with passages from the store."""
+    """Makes each system's prompt for a question, with passages from the store.
+
+    Attributes:
+        ids: the passages' ids in the store, by their texts; without one, it is the text's hash.
+    """
 
     decoder: Decoder
     store: SoftContextStore
     template: str
-    shorteners: Mapping[str, Shortener]
+    shorteners: Mapping[str, Shortener] = field(default_factory=dict)
+    ids: Mapping[str, str] = field(default_factory=dict)
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _near: dict[Question, list[list[Sentence]]] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
@@ -212,16 +217,18 @@ class Prompts:
 
     def _planned(self, system: str, q: Question, ratio: int, budget: int) -> list[str]:
         """What the postprocessors make of the passages, or would with another option."""
-        asked: dict[str, Any] = {"question": q.question, "scores": self._scores(q)}
         if system == DEFAULT:
-            return mark(self.store, q.passages, ratio=ratio, **asked)
+            return self._marked(q.passages, q, ratio=ratio, scores=self._scores(q))
         if system == MIXED:
-            return mark(self.store, q.passages, token_budget=budget, text_share=0.5, **asked)
+            return self._marked(q.passages, q, token_budget=budget, text_share=0.5, scores=self._scores(q))
         best = q.passages[int(np.argmax(self._scores(q)))]
-        return mark(self.store, [best], token_budget=budget, text_share=0)
+        return self._marked([best], q, token_budget=budget, text_share=0)
 
     def _soft(self, q: Question, ratio: int) -> list[str]:
-        return mark(self.store, q.passages, question=q.question, ratio=ratio, text_share=0)
+        return self._marked(q.passages, q, ratio=ratio, text_share=0)
+
+    def _marked(self, passages: Sequence[str], q: Question, **options: Any) -> list[str]:
+        return mark(self.store, passages, [self.ids.get(p) for p in passages], question=q.question, **options)
 
     def _budget(self, q: Question, ratio: int) -> int:
         """Positions of the soft context in the prompt: slots, text that close reading keeps, and separators."""
@@ -244,7 +251,7 @@ class Prompts:
         return self._near[q]
 
 
-def _answers(
+def answer_each(
     prompts: Prompts,
     questions: Sequence[Question],
     keys: Sequence[Key],
@@ -252,6 +259,7 @@ def _answers(
     log: AnswerLog | None,
     progress: bool,
 ) -> SystemAnswers:
+    """The answers of each system at its ratio, but for those that the log has."""
     answers: SystemAnswers = {}
     with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer", disable=not progress) as bar:
         for key in keys:
@@ -267,7 +275,7 @@ def _answers(
                 bar.update(len(new))
             answers[key] = Answers(
                 [text for text, _ in given],
-                float(np.mean([tokens for _, tokens in given])),
+                [tokens for _, tokens in given],
                 prompts.store.info().payload_bytes / len(prompts.store) if key[0] in (SOFT, *SEVERAL) else None,
             )
     return answers

@@ -124,7 +124,7 @@ def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Sco
             f1_error=standard_error(f1[key]),
             contains=float(np.mean(contains[key])),
             normalized=teacher_normalized(f1[key], none, full) if key[0] not in (FULL, NONE) else None,
-            prompt_tokens=given.prompt_tokens,
+            prompt_tokens=float(np.mean(given.prompt_tokens)),
             declined=float(np.mean(rest[key])) if rest[key] else None,
             declined_error=standard_error(rest[key]) if len(rest[key]) > 1 else None,
             wrongly_declined=float(np.mean([declined(text) for text in said[key]])),

@@ -37,8 +37,8 @@ def test_the_share_judged_right_is_that_of_the_verdicts(tiny_bundle: Any, tmp_pa
     """Each answer is judged once; questions without an answer are not."""
     questions = [Question(("p",), name, (name,) if name != "none" else ()) for name in ("a", "b", "c", "d", "none")]
     answers = {
-        (FULL, None): Answers(["a", "b", "x", "d", "none"], 1.0, None),
-        (NONE, None): Answers(["x", "x", "x", "x", "x"], 1.0, None),
+        (FULL, None): Answers(["a", "b", "x", "d", "none"], [1] * 5, None),
+        (NONE, None): Answers(["x", "x", "x", "x", "x"], [1] * 5, None),
     }
     judge = Rule()
     text, numbers = JudgeTable(judge)(tiny_bundle, questions, answers, tmp_path)

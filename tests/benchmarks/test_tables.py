@@ -19,7 +19,7 @@ def made(none: str, full: str, soft: str) -> tuple[list[Question], SystemAnswers
     """Questions, and which of them each system answers, as strings of y and n."""
     given = {(NONE, None): none, (FULL, None): full, (SOFT, 4): soft}
     questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(len(none))]
-    said = {k: Answers(["oh yes" if c == "y" else "no" for c in v], 9.0, None) for k, v in given.items()}
+    said = {k: Answers(["oh yes" if c == "y" else "no" for c in v], [9] * len(v), None) for k, v in given.items()}
     return questions, said
 
 

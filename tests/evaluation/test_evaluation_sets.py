@@ -27,7 +27,7 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
     questions = [Question(("p",), f"q{i}", ("red fox",) if i % 3 else ()) for i in range(30)]
     said = ["red fox", "fox", "a dog", NO_ANSWER, ""]
     answers = {
-        key: Answers([said[i] for i in rng.integers(5, size=30)], 9.0, None)
+        key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30, None)
         for key in ((FULL, None), (NONE, None), (SOFT, 4))
     }
     for score in harness.scores_of(questions, answers):
