@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
@@ -176,5 +177,5 @@ def _by_context(agreements: Sequence[Agreement]) -> dict[Key, list[Agreement]]:
     return groups
 
 
-def _error(scores: Sequence[float]) -> float:
-    return standard_error(scores) if len(scores) > 1 else 0.0
+def _error(scores: NDArray[np.float64]) -> float:
+    return standard_error(scores.tolist()) if len(scores) > 1 else 0.0
