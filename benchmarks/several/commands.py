@@ -1,25 +1,22 @@
-"""The commands `several-data`, `several-mix` and `several-trials`."""
+"""The commands `several-data` and `several-mix`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Output, quiet_models
-
-HeldOutFiles = Annotated[
-    list[str], typer.Option("--held-out", metavar="FILE...", help="JSONL rows that must not be trained on.")
-]
+from ctx_compress_rag.cli.shared import quiet_models
 
 
 @command("qa_train.jsonl.gz --held-out qa_dev_nq.jsonl.gz --output data/several.jsonl", lab)
 def several_data(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="JSONL rows of one passage each.")],
-    held_out: HeldOutFiles,
+    held_out: Annotated[
+        list[str], typer.Option("--held-out", metavar="FILE...", help="JSONL rows that must not be trained on.")
+    ],
     passages: Annotated[
         list[int] | None, typer.Option(metavar="N...", help="Passages of a prompt, drawn from these.")
     ] = None,
@@ -56,24 +53,3 @@ def several_mix(
 
     quiet_models()
     mix(Bundle.from_pretrained(start), Bundle.from_pretrained(trained), share).save_pretrained(output, int8=True)
-
-
-@command("--train qa_train.jsonl.gz --dev qa_dev_nq.jsonl.gz --held-out qa_dev_xquad.jsonl.gz", lab)
-def several_trials(
-    train: Annotated[list[str], typer.Option(metavar="FILE...", help="JSONL rows of one passage each.")],
-    dev: Annotated[list[str], typer.Option(metavar="FILE...", help="JSONL rows to score with, never trained on.")],
-    held_out: HeldOutFiles,
-    trials: Annotated[list[str] | None, typer.Option(metavar="NAME...", help="Only these.  [default: all]")] = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="Training steps of each.")] = 100,
-    questions: Annotated[int, typer.Option(metavar="N", help="Questions of each set.")] = 100,
-    output: Output = "several-trials",
-) -> None:
-    """Train the shipped bundle on, on the same batches in several ways; score one and four passages.
-
-    Finished trials are kept, an interrupted one resumes.
-    """
-    from benchmarks.several.trials import TRIALS, Plan, report, run
-
-    quiet_models()
-    plan = Plan(train, dev, held_out, steps, questions, Path(output))
-    print(report(run(plan, trials or list(TRIALS))))
