@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,102 +107,142 @@ def train(
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
     """
-    from accelerate import Accelerator
-
-    began = time.monotonic()
-    accelerator = Accelerator(cpu=processes().device.type == "cpu", mixed_precision="no")
-    count = accelerator.num_processes
-    micro = _micro_batch_size(job, optim, count)
-    torch.manual_seed(seed)
-    model = job.model.to(accelerator.device).train()
-    if optim.checkpoint_layers:
-        checkpoint_layers(job.layers, model)
-    keep_trained(accelerator, model)
-    parallel = accelerator.prepare(model)
-    optimizers = [accelerator.prepare(optimizer) for optimizer in make_optimizers(model, optim)]
-    parameters = nn.ParameterList(trained(model).values())
-    average = None if optim.average is None else weight_average(parameters, optim.average)
-    if average is not None:
-        accelerator.register_for_checkpointing(average)
-    # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
-    bf16 = (optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in model.parameters())
-    autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
-
-    history, losses = list[dict[str, Any]](), list[float]()
-    tokens = 0  # of this process
-    checkpoint = last_checkpoint(output, optim.steps) if resume else None
-    first = step_of(checkpoint) if checkpoint else 0
-    rank = accelerator.process_index
-    micro_batches = _micro_batches(job, optim, micro, first, rank, count)  # draws a random number: before `load_state`
-    if checkpoint:
-        logger.info("resuming from %s", checkpoint)
-        progress = load_state(accelerator, checkpoint)
-        history = progress["history"]
-        tokens, began = progress["tokens"] // count, began - progress["seconds"]
-
-    def so_far() -> dict[str, Any]:
-        # As if all processes had read as many tokens as this one.
-        return {"tokens": tokens * count, "seconds": round(time.monotonic() - began, 2)}
-
-    step = first
-    bar = tqdm(total=optim.steps, initial=first, disable=not accelerator.is_main_process, unit="step")
-    for step in range(first + 1, optim.steps + 1):
-        if job.on_step:
-            job.on_step(step - 1)
-        rate = set_learning_rate(optimizers, optim, step - 1)
-        batches = [next(micro_batches) for _ in range(optim.batch_size // (micro * count))]
-        tokens += sum(map(tokens_of, batches))
-        loss = _backward(accelerator, parallel, job.model, batches, autocast)
-        late = deadline is not None and time.monotonic() >= deadline
-        # One process's NaN or deadline is that of all: a process that continued alone would wait for the others.
-        total, late_processes = accelerator.reduce(torch.stack((loss, loss.new_tensor(float(late))))).tolist()
-        losses.append(total / count)
-        if not math.isfinite(total):
-            raise _diverged(output, f"the loss of step {step} is {total}")
-        norm = accelerator.clip_grad_norm_(parameters, optim.clip_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if average is not None:
-            average.update_parameters(parameters)
-
-        stops = step == optim.steps or late_processes > 0
-        saves = step % optim.save_every == 0 or stops
-        if step % optim.log_every == 0 or saves:
-            row = {"step": step, **so_far()}
-            row |= {"loss": sum(losses) / len(losses), "learning_rate": rate, "grad_norm": float(norm)}
-            history.append(row)
-            losses.clear()
-            bar.set_postfix(loss=f"{row['loss']:.4g}", refresh=False)
-        bar.update()
-        if saves:
-            if not all_finite(model):
-                raise _diverged(output, f"weights are NaN or infinite after step {step}")
-            if job.measure:
-                history[-1] |= job.measure()
-            save_state(accelerator, output, {"step": step, **so_far(), "history": history})
-        if stops:
-            break
-    bar.close()
-
-    if accelerator.is_main_process:
-        (output / "loss.json").write_text(json.dumps(history, indent=1), encoding="utf-8")
-    if step < optim.steps:
-        raise TimeUpError(f"{output}: stopped at step {step} of {optim.steps}; the same command resumes there")
-    if average is not None:
-        with torch.no_grad():
-            for weight, mean in zip(parameters, average.parameters(), strict=True):
-                weight.copy_(mean)
+    training = _Training(job, optim, output, seed)
+    resumed = training.begin(resume)
+    training.run(deadline)
+    training.finish()
+    history = training.history
     return {
         "steps": optim.steps,
-        "seconds": so_far()["seconds"],
-        "resumed": checkpoint is not None,
+        "seconds": training.so_far()["seconds"],
+        "resumed": resumed,
         **speed_report(history),
         "final_loss": history[-1]["loss"] if history else None,
-        "trained_parameters": sum(p.numel() for p in parameters),
+        "trained_parameters": sum(p.numel() for p in training.parameters),
         "seed": seed,
         **job.about,
     }
+
+
+class _Step(NamedTuple):
+    """What became of a step; `late`: a process has reached the deadline."""
+
+    learning_rate: float
+    grad_norm: Tensor
+    late: bool
+
+
+class _Training:
+    """What one process trains with, and how far it is: the number of steps made, the log, and its own tokens."""
+
+    def __init__(self, job: Job, optim: OptimConfig, output: Path, seed: int) -> None:
+        from accelerate import Accelerator
+
+        self.began = time.monotonic()
+        self.job, self.optim, self.output = job, optim, output
+        self.accelerator = Accelerator(cpu=processes().device.type == "cpu", mixed_precision="no")
+        self.count = self.accelerator.num_processes
+        self.micro = _micro_batch_size(job, optim, self.count)
+        torch.manual_seed(seed)
+        self.model = job.model.to(self.accelerator.device).train()
+        if optim.checkpoint_layers:
+            checkpoint_layers(job.layers, self.model)
+        keep_trained(self.accelerator, self.model)
+        self.parallel = self.accelerator.prepare(self.model)
+        self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in make_optimizers(self.model, optim)]
+        self.parameters = nn.ParameterList(trained(self.model).values())
+        self.average = None if optim.average is None else weight_average(self.parameters, optim.average)
+        if self.average is not None:
+            self.accelerator.register_for_checkpointing(self.average)
+        # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
+        bf16 = (optim.bf16 and bfloat16_pays()) or any(p.dtype == torch.bfloat16 for p in self.model.parameters())
+        self.autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=bf16)
+        self.history = list[dict[str, Any]]()
+        self.losses = list[float]()  # since the last row of the history
+        self.step = self.tokens = 0
+
+    def begin(self, resume: bool) -> bool:
+        """Continue from the last checkpoint, if there is one; returns whether there is."""
+        checkpoint = last_checkpoint(self.output, self.optim.steps) if resume else None
+        self.step = step_of(checkpoint) if checkpoint else 0
+        # Draws a random number: before `load_state`.
+        self.micro_batches = _micro_batches(
+            self.job, self.optim, self.micro, self.step, self.accelerator.process_index, self.count
+        )
+        if checkpoint:
+            logger.info("resuming from %s", checkpoint)
+            progress = load_state(self.accelerator, checkpoint)
+            self.history = progress["history"]
+            self.tokens = progress["tokens"] // self.count
+            self.began -= progress["seconds"]
+        return checkpoint is not None
+
+    def so_far(self) -> dict[str, Any]:
+        """Tokens, as if all processes had read as many as this one, and seconds."""
+        return {"tokens": self.tokens * self.count, "seconds": round(time.monotonic() - self.began, 2)}
+
+    def run(self, deadline: float | None) -> None:
+        """Make the steps that are left, until the deadline."""
+        optim, late = self.optim, False
+        hidden = not self.accelerator.is_main_process
+        with tqdm(total=optim.steps, initial=self.step, disable=hidden, unit="step") as bar:
+            while self.step < optim.steps and not late:
+                made = self._make_step(deadline)
+                late = made.late
+                saves = self.step % optim.save_every == 0 or self.step == optim.steps or late
+                if saves or self.step % optim.log_every == 0:
+                    self._log(made)
+                    bar.set_postfix(loss=f"{self.history[-1]['loss']:.4g}", refresh=False)
+                bar.update()
+                if saves:
+                    self._save()
+
+    def _make_step(self, deadline: float | None) -> _Step:
+        if self.job.on_step:
+            self.job.on_step(self.step)
+        rate = set_learning_rate(self.optimizers, self.optim, self.step)
+        self.step += 1
+        batches = [next(self.micro_batches) for _ in range(self.optim.batch_size // (self.micro * self.count))]
+        self.tokens += sum(map(tokens_of, batches))
+        loss = _backward(self.accelerator, self.parallel, self.model, batches, self.autocast)
+        late = deadline is not None and time.monotonic() >= deadline
+        # One process's NaN or deadline is that of all: a process that continued alone would wait for the others.
+        total, late_processes = self.accelerator.reduce(torch.stack((loss, loss.new_tensor(float(late))))).tolist()
+        self.losses.append(total / self.count)
+        if not math.isfinite(total):
+            raise _diverged(self.output, f"the loss of step {self.step} is {total}")
+        norm = self.accelerator.clip_grad_norm_(self.parameters, self.optim.clip_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update_parameters(self.parameters)
+        return _Step(rate, norm, late_processes > 0)
+
+    def _log(self, made: _Step) -> None:
+        row = {"step": self.step, **self.so_far(), "loss": sum(self.losses) / len(self.losses)}
+        self.history.append(row | {"learning_rate": made.learning_rate, "grad_norm": float(made.grad_norm)})
+        self.losses.clear()
+
+    def _save(self) -> None:
+        if not all_finite(self.model):
+            raise _diverged(self.output, f"weights are NaN or infinite after step {self.step}")
+        if self.job.measure:
+            self.history[-1] |= self.job.measure()
+        save_state(self.accelerator, self.output, {"step": self.step, **self.so_far(), "history": self.history})
+
+    def finish(self) -> None:
+        """Write `loss.json`, and make the average the weights; raises a TimeUpError if steps are left."""
+        if self.accelerator.is_main_process:
+            (self.output / "loss.json").write_text(json.dumps(self.history, indent=1), encoding="utf-8")
+        if self.step < self.optim.steps:
+            raise TimeUpError(
+                f"{self.output}: stopped at step {self.step} of {self.optim.steps}; the same command resumes there"
+            )
+        if self.average is not None:
+            with torch.no_grad():
+                for weight, mean in zip(self.parameters, self.average.parameters(), strict=True):
+                    weight.copy_(mean)
 
 
 def _micro_batch_size(job: Job, optim: OptimConfig, count: int) -> int:
