@@ -31,9 +31,7 @@ def eval_(
         ),
     ] = None,
     ratios: shared.Ratios = None,
-    codec: Annotated[
-        str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8, fp16 or int4.")
-    ] = None,
+    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8 or fp16.")] = None,
     no_extraction: Annotated[
         bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: best sentences, and mixes with them.")
     ] = False,

@@ -45,7 +45,7 @@ def index(
         bool, typer.Option("--repair", help="First check every passage, and compress damaged ones again.")
     ] = False,
     codec: Annotated[
-        str | None, typer.Option(metavar="CODEC", help="How a new store keeps slots: int8, fp16 or int4.")
+        str | None, typer.Option(metavar="CODEC", help="How a new store keeps slots: int8 or fp16.")
     ] = None,
     embedder: Annotated[
         str | None,

@@ -110,58 +110,7 @@ class Int8:
         return np.float64(largest) * np.exp2(-steps.astype(np.float64) / _STEPS)
 
 
-class Int4:
-    """4-bit integers with one scale per group of 32 values: 4.25 bits a value. Relative L2 error measured: 0.08 to 0.1.
-
-    A group's scale makes its largest value -8, as in llama.cpp's Q4_0, or is one of a few scales around that: the one
-    with the least squared error over the group. A scale is one byte: its sign, and how many eighths of an octave it
-    lies below the largest one (a float32), at most 127.
-    """
-
-    code = 3
-    _group = 32
-
-    def pack(self, slots: Floats) -> bytes:
-        groups = np.zeros((-(-slots.size // self._group), self._group))
-        groups.reshape(-1)[: slots.size] = slots.reshape(-1)
-        peaks = np.abs(groups).max(axis=1)
-        top = np.float32(peaks.max() / 6)  # no smaller than any scale that is tried
-        with np.errstate(divide="ignore", invalid="ignore"):
-            middle = np.floor(_STEPS * np.log2(8 * np.float64(top) / peaks))
-        middle[~np.isfinite(middle)] = 127
-        scales, values = np.zeros(len(groups), np.uint8), np.zeros(groups.shape, np.int8)
-        least = np.full(len(groups), np.inf)
-        for step in range(-2, 3):
-            for sign in (0, 128):
-                tried = (np.clip(middle + step, 0, 127) + sign).astype(np.uint8)
-                scale = self._scales(top, tried)[:, None]
-                rounded = np.clip(np.rint(np.divide(groups, scale, where=scale != 0, out=np.zeros_like(groups))), -8, 7)
-                error = ((rounded * scale - groups) ** 2).sum(axis=1)
-                better = error < least
-                least[better], scales[better], values[better] = error[better], tried[better], rounded[better]
-        nibbles = (values.reshape(-1) + 8).astype(np.uint8)
-        packed = nibbles[::2] | nibbles[1::2] << 4
-        return b"".join((top.astype("<f4").tobytes(), scales.tobytes(), packed.tobytes()))
-
-    def size(self, n_slots: int, dim: int) -> int:
-        return 4 + -(-n_slots * dim // self._group) * (1 + self._group // 2)
-
-    def unpack(self, data: bytes, n_slots: int, dim: int) -> Floats:
-        n_groups = -(-n_slots * dim // self._group)
-        top = np.frombuffer(data, "<f4", count=1)[0]
-        scales = self._scales(top, np.frombuffer(data, np.uint8, count=n_groups, offset=4))
-        packed = np.frombuffer(data, np.uint8, offset=4 + n_groups)
-        values = np.stack((packed & 15, packed >> 4), axis=1).reshape(n_groups, self._group).astype(np.float64) - 8
-        slots = (values * scales[:, None]).reshape(-1)[: n_slots * dim].reshape(n_slots, dim)
-        return slots.clip(-_FP32_MAX, _FP32_MAX).astype(np.float32)
-
-    @staticmethod
-    def _scales(top: np.float32, scales: NDArray[np.uint8]) -> NDArray[np.float64]:
-        sizes: NDArray[np.float64] = np.float64(top) * np.exp2(-(scales & 127).astype(np.float64) / _STEPS)
-        return np.where(scales & 128, -sizes, sizes)
-
-
-CODECS: dict[str, Codec] = {"int8": Int8(), "fp16": Fp16(), "int4": Int4()}
+CODECS: dict[str, Codec] = {"int8": Int8(), "fp16": Fp16()}
 # On benchmarks/world/bundle `ctx-compress eval --codec ...` scores int8 and fp16 alike at 4x and 16x, within 0.001 F1.
 DEFAULT_CODEC = "int8"
 _BY_CODE = {codec.code: codec for codec in CODECS.values()}

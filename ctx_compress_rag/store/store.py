@@ -73,7 +73,7 @@ class SoftContextStore(ProcessBound):
         bundle: the bundle that compresses passages; a store made with another bundle is refused.
         collection: name of the app's collection (it need not exist), from which that of the soft contexts gets its
             name; ignored if `location` is a collection.
-        codec: "int8", "fp16" or "int4" for a new store; an existing one keeps its own.
+        codec: "int8" or "fp16" for a new store; an existing one keeps its own.
         ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
             keeps its own. If the bundle's method is nestable, coarser ratios can be requested later; otherwise
             only the store's ratio.

@@ -35,7 +35,7 @@ from llama_index.postprocessor.ctx_compress import CompressedContextPostprocesso
 
 TOKENS = 12
 PASSAGES = [*TEXTS["prompts"]["several"], TEXTS["long"], "A bridge."]
-LARGEST_CHANGE = {"fp16": 1e-3, "int8": 0.02, "int4": 0.2}
+LARGEST_CHANGE = {"fp16": 1e-3, "int8": 0.02}
 """Of a passage's slots, relative to their size."""
 
 
