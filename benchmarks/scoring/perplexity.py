@@ -98,7 +98,7 @@ def _compressed(bundle: Bundle, texts: Sequence[str], ratio: int) -> list[SoftCo
     """Soft contexts as a store would give them: merged from the base ratio if the method allows it."""
     if not bundle.compressor.nestable:
         return bundle.compress(texts, ratio)
-    return [bundle.at_ratio(soft, ratio) for soft in bundle.compress(texts)]
+    return [soft.merge(ratio // bundle.config.base_ratio) for soft in bundle.compress(texts)]
 
 
 def _losses(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig
@@ -45,13 +43,12 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
 from ctx_compress_rag.models.loading import open_decoder, said_on_terminals
 from ctx_compress_rag.soft_context import SoftContext, check_window
-from ctx_compress_rag.strict import as_int, explain
+from ctx_compress_rag.strict import as_int
 from ctx_compress_rag.text.tokenizing import text_ids
 
 logger = logging.getLogger(__name__)
 
 _TOKENS_PER_BATCH = 8192
-_PASSAGES_PER_ROUND = 256
 
 
 class Bundle(PlainDecoder):
@@ -101,7 +98,6 @@ class Bundle(PlainDecoder):
         changes: Mapping[str, Any] | None = None,
         dtype: str | torch.dtype | None = None,
         device_map: str | Mapping[str, Any] | None = None,
-        attn_implementation: str | None = None,
         quantization_config: Any = None,
     ) -> Bundle:
         """Open a bundle from a folder, by shipped name (`smollm2-135m`), or from the hub.
@@ -117,7 +113,6 @@ class Bundle(PlainDecoder):
             dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. It does not
                 change the fingerprint.
             device_map: where each part of the decoder goes, as transformers takes it, in place of `device`.
-            attn_implementation: the decoder's attention, by transformers' name ("sdpa", "eager", ...).
             quantization_config: quantizes the decoder's weights during loading: any of transformers' configs
                 (`BitsAndBytesConfig`, `TorchAoConfig`, ...). Such a decoder cannot be saved or exported.
 
@@ -126,37 +121,38 @@ class Bundle(PlainDecoder):
             ConfigError: its config has unknown or impossible values, or the decoder is to be quantized but the method
                 needs a copy of it.
         """
-        line = said_on_terminals(f"opening the bundle {name_or_path}")
-        folder = find_bundle(name_or_path, revision)
-        config = read_config(folder / CONFIG_FILE)
-        check_files(folder)
-        if changes:
-            try:
-                config = BundleConfig(**{**dict(config), **changes})
-            except ValidationError as error:
-                raise ConfigError(f"the bundle {str(name_or_path)!r} with changes: {explain(error)}") from None
-        shipped = folder / DECODER_FOLDER
-        model, tokenizer = open_decoder(
-            shipped if config.decoder is None else config.decoder,
-            config.revision,
-            device=device,
-            subfolder=config.subfolder,
-            dtype=dtype,
-            device_map=device_map,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization_config,
-        )
-        tokenizer.chat_template = config.chat_template or tokenizer.chat_template
-        teacher = folder / TEACHER
-        # These options concern the weights: an impossible one shows only as they are loaded.
-        at_once = device_map is not None or attn_implementation is not None or quantization_config is not None
-        backbone = Backbone(model.load() if at_once else model, tokenizer)
-        bundle = cls.build(config, backbone, teacher if teacher.exists() else None)
-        bundle._folder = folder
-        bundle.compressor.bundle_folder_known(folder)
+        with said_on_terminals(f"opening the bundle {name_or_path}"):
+            folder = find_bundle(name_or_path, revision)
+            config = read_config(folder / CONFIG_FILE, changes)
+            check_files(folder)
+            model, tokenizer = open_decoder(
+                folder / DECODER_FOLDER if config.decoder is None else config.decoder,
+                config.revision,
+                device=device,
+                subfolder=config.subfolder,
+                dtype=dtype,
+                device_map=device_map,
+                quantization_config=quantization_config,
+            )
+            tokenizer.chat_template = config.chat_template or tokenizer.chat_template
+            teacher = folder / TEACHER
+            bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
+            bundle._read(folder)
+            if device_map is not None or quantization_config is not None:
+                _ = bundle.backbone.model  # an impossible value shows only now
+        if bundle.backbone.quantized:
+            logger.warning("bundle %s is quantized: its slots differ slightly, under the same fingerprint", config.name)
+        logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
+        return bundle
+
+    def _read(self, folder: Path) -> None:
+        """Read the bundle's folder, but not the decoder's weights, which must be those of the fingerprint."""
+        config, backbone, shipped = self.config, self.backbone, folder / DECODER_FOLDER
+        self._folder = folder
+        self.compressor.bundle_folder_known(folder)
         backbone.when_loaded(partial(check_unchanged, folder, stamps(folder)))
         stored: dict[str, Mapping[str, Tensor]] = {}
-        for part, module in bundle.parts.items():
+        for part, module in self.parts.items():
             stored[part] = own = read_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(own)
             if part in backbone.adapters:
@@ -164,25 +160,15 @@ class Bundle(PlainDecoder):
                 backbone.when_loaded(partial(load_adapter, backbone, part, folder / part))
         if config.decoder is None:
             stored[DECODER_FOLDER] = decoder_tensors(shipped)
-
         decoder = decoder_digest(config, backbone, shipped)
         if decoder != config.decoder_digest:
             raise BundleError(
-                f"{config.decoder_name or shipped} is not the decoder of bundle {str(name_or_path)!r}: its "
-                "config, tokenizer or weights changed after training. Restore its files"
+                f"{config.decoder_name or shipped} is not the decoder of bundle {str(folder)!r}: its config, tokenizer "
+                "or weights changed after training. Restore its files"
             )
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
-        bundle._fingerprint = fingerprint(config, backbone.commit, decoder, stored)
-        bundle.report = read_report(folder / REPORT_FILE)
-        if bundle.backbone.quantized:
-            logger.warning(
-                "bundle %s is quantized: its slots differ slightly from those of the unquantized bundle, which has the "
-                "same fingerprint",
-                config.name,
-            )
-        logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
-        line.close()
-        return bundle
+        self._fingerprint = fingerprint(config, backbone.commit, decoder, stored)
+        self.report = read_report(folder / REPORT_FILE)
 
     @classmethod
     def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
@@ -306,7 +292,7 @@ class Bundle(PlainDecoder):
             return False
         return True
 
-    def compress(self, texts: Sequence[str], ratio: int | None = None, progress: bool = False) -> list[SoftContext]:
+    def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         """Compress passages.
 
         A passage longer than the encoder's window (`config.max_tokens`) is compressed window by window.
@@ -314,7 +300,6 @@ class Bundle(PlainDecoder):
         Args:
             texts: the passages.
             ratio: source tokens per slot; None means the base ratio, from which coarser ones can be merged.
-            progress: show a progress bar.
 
         Raises:
             ConfigError: a passage is blank, or has no tokens.
@@ -325,13 +310,7 @@ class Bundle(PlainDecoder):
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
-        done: list[SoftContext] = []
-        with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not progress) as bar:
-            for start in range(0, len(passages), _PASSAGES_PER_ROUND):
-                part = passages[start : start + _PASSAGES_PER_ROUND]
-                done += self.compressor.compress(part, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
-                bar.update(len(part))
-        return done
+        return self.compressor.compress(passages, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
 
     def _tokenized(self, text: str, index: int) -> Tokenized:
         if not isinstance(text, str):
@@ -340,14 +319,6 @@ class Bundle(PlainDecoder):
         if not ids:
             raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
         return Tokenized(text, ids)
-
-    def at_ratio(self, soft: SoftContext, ratio: int) -> SoftContext:
-        """Merge a stored soft context (at the base ratio) to a coarser ratio.
-
-        Raises:
-            RatioError: the ratio is not a multiple of the base ratio, or the method is not nestable.
-        """
-        return soft.merge(self.compressor.merge_factor(as_int("ratio", ratio), self.config.base_ratio))
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:

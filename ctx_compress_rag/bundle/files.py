@@ -140,8 +140,13 @@ def check_free(folder: Path) -> None:
             raise ConfigError(f"{folder} has files that are not a bundle's: give a new folder") from None
 
 
-def read_config(path: Path) -> BundleConfig:
-    """Read a bundle's settings; raises BundleError if there are none, ConfigError if they are impossible."""
+def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleConfig:
+    """Read a bundle's settings, some of them replaced.
+
+    Raises:
+        BundleError: there are none.
+        ConfigError: they are impossible, also after the changes.
+    """
     if not path.is_symlink() and not path.exists():
         raise BundleError(_not_a_bundle(path.parent))
     _check_file(path)
@@ -149,7 +154,7 @@ def read_config(path: Path) -> BundleConfig:
     if not _is_bundle(content):
         raise BundleError(_not_a_bundle(path.parent))
     try:
-        return BundleConfig.model_validate_json(content)
+        return BundleConfig(**{**dict(BundleConfig.model_validate_json(content)), **(changes or {})})
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from None
 

@@ -153,16 +153,12 @@ class PassageIndex:
     def remove(self, ids: Sequence[str]) -> None:
         if not ids:
             return
-        # Soft contexts first: what is left after an interruption is still listed by `sources`.
+        # Soft contexts first: what is left after an interruption is still listed by `roots`.
         self.store.delete(ids)
         self._passages.delete(ids)
 
     def roots(self) -> dict[str, dict[str, str]]:
         return self._passages.roots()
-
-    def sources(self, root: str) -> dict[str, str]:
-        """The source of every passage from `root`, by id."""
-        return self.roots().get(root, {})
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
         """The `k` nearest passages of each question, nearest first; fewer if there are fewer.

@@ -107,11 +107,6 @@ class Budget:
             )
         return at(factor)
 
-    def alone(self, best: int) -> list[Shown]:
-        """Only one passage: as text if that fits, else at the finest ratio that does, else its nearest sentences."""
-        shown = self._only(best, Shown(self.passages[best].text))
-        return shown if self.fits(shown) else self.mixed(best, 0)
-
     def mixed(self, best: int, share: float) -> list[Shown]:
         """Sentences of all passages for a share of the budget, or more, and slots of one passage for the rest.
 

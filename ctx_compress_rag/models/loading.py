@@ -65,7 +65,6 @@ def open_decoder(
     subfolder: str | None = None,
     dtype: str | torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
-    attn_implementation: str | None = None,
     quantization_config: Any = None,
 ) -> tuple[UnloadedModel, Any]:
     """Open a causal LM and its tokenizer in a folder or on the hub: only safetensors or GGUF, never pickle or code.
@@ -104,8 +103,6 @@ def open_decoder(
     def loaded() -> Any:
         with _errors_named(name), said_on_terminals(f"loading the decoder {name}"):
             model = load()
-            if attn_implementation is not None:
-                model.set_attn_implementation(attn_implementation)
         logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
         return (model if placed else model.to(chosen)).eval().requires_grad_(False)
 

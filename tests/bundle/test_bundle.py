@@ -257,7 +257,7 @@ def test_a_revision_is_the_hubs(folder: Path) -> None:
 
 
 def test_impossible_changes_are_told_like_an_impossible_config(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="with changes: config: ratio 6 cannot be made from slots stored at 4"):
+    with pytest.raises(ConfigError, match="config: ratio 6 cannot be made from slots stored at 4"):
         Bundle.from_pretrained(folder, device="cpu", changes={"ratios": [6]})
 
 

@@ -213,7 +213,7 @@ def test_an_index_follows_its_folder(
     # One file changes at its end, one is deleted, one can no longer be read, one is new.
     (docs / "file0.txt").write_text("\n\n".join([*paragraphs(0)[:-1], "The last page was torn out."]), encoding="utf-8")
     of_file = {
-        source: [id for id, s in index.sources(str(docs)).items() if s == source] for source in texts(open_input(docs))
+        source: [id for id, s in index.roots()[str(docs)].items() if s == source] for source in texts(open_input(docs))
     }
     (docs / "more" / "file1.txt").unlink()
     (docs / "file2.txt").write_bytes(b"\xff")
@@ -224,14 +224,14 @@ def test_an_index_follows_its_folder(
     assert 0 < report.replaced < len(of_file["file0.txt"])
     assert report.added == len(compressed) and "Something new." in compressed
     assert any("torn out" in text for text in compressed) and len(compressed) < 8
-    kept = index.sources(str(docs))
+    kept = index.roots()[str(docs)]
     assert set(of_file["more/file1.txt"] + of_file["file2.txt"]) <= set(kept)
     assert sorted(kept) == sorted(index.store.ids())
 
     report = update(index, docs, prune=True)
     assert (report.pruned, report.vanished, report.added) == (len(of_file["more/file1.txt"]), 0, 0)
-    assert set(index.sources(str(docs)).values()) == {"file0.txt", "file2.txt", "new.md"}
-    assert sorted(index.sources(str(docs))) == sorted(index.store.ids())
+    assert set(index.roots()[str(docs)].values()) == {"file0.txt", "file2.txt", "new.md"}
+    assert sorted(index.roots()[str(docs)]) == sorted(index.store.ids())
 
 
 def test_records_of_another_key_are_kept(tmp_path: Path, bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,8 +319,8 @@ def test_folders_in_one_index_do_not_disturb_each_other(index: PassageIndex, tmp
     assert (both.unchanged, both.vanished, both.added * 2) == (0, 0, len(index))
     (two / "file0.txt").write_text("Another text.", encoding="utf-8")
     assert update(index, two, prune=True).replaced == both.added
-    assert set(index.sources(str(one)).values()) == {"file0.txt"}
-    assert len(index.sources(str(one))) == both.added
+    assert set(index.roots()[str(one)].values()) == {"file0.txt"}
+    assert len(index.roots()[str(one)]) == both.added
 
 
 def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
     write(file, [{"id": "row0", "text": "Another text."}, *ROWS[2:]])
     second = update_index(index, open_input(file), prune=True, progress=False)
     assert (second.added, second.vanished) == (1, 0) and second.replaced and second.pruned
-    assert sorted(index.store.ids()) == sorted(index.sources(str(file)))
+    assert sorted(index.store.ids()) == sorted(index.roots()[str(file)])
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_vectors_come_before_soft_contexts_and_go_after_them(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(PassageCollection, "delete", interrupt)
         index.remove([str(made.id)])
-    assert list(index.sources("/docs")) == [made.id] and len(index.store) == 0
+    assert list(index.roots()["/docs"]) == [made.id] and len(index.store) == 0
 
 
 def test_of_an_apps_own_collection_they_are_reported_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,7 @@ def test_no_way_to_spend_it_takes_more(rows: Any, size: int, share: float, nesta
     passages = made(rows)
     best = data.draw(st.integers(0, len(passages) - 1))
     budget = Budget(passages, size, count, nestable=nestable)
-    for spend in (budget.soft, lambda: budget.alone(best), lambda: budget.mixed(best, share)):
+    for spend in (budget.soft, lambda: budget.mixed(best, share)):
         try:
             shown = spend()
         except RatioError as error:
@@ -85,8 +85,6 @@ def test_slots_are_as_fine_as_the_budget_allows() -> None:
     passages = made([([(12, 0.1), (12, 0.9)], True), ([(24, 0.5)], True)])  # six slots each
     assert Budget(passages, 18, count).soft() == [Shown("", 6, 1)] * 2
     assert Budget(passages, 17, count).soft() == [Shown("", 3, 2)] * 2
-    assert Budget(passages, 24, count).alone(1) == [NOTHING, Shown(passages[1].text)]
-    assert Budget(passages, 23, count).alone(1) == Budget(passages, 23, count).mixed(1, 0)
     # Half of 16 is for six slots and their wrap; six words of the nearest sentence and the separator fill the rest.
     near = passages[0].sentences[1].text.split()
     assert Budget(passages, 16, count).mixed(1, 0.5) == [Shown(" ".join(near[:6])), Shown("", 6, 1)]

@@ -219,7 +219,7 @@ def test_merging_equals_compressing_at_the_coarser_ratio(bundle: Any, lengths: l
     base = compress_ids(bundle.compressor, passages, 4)
     coarse = compress_ids(bundle.compressor, passages, 4 * factor)
     for fine, expected in zip(base, coarse, strict=True):
-        merged = bundle.at_ratio(fine, 4 * factor)
+        merged = fine.merge(factor)
         assert torch.equal(merged.token_counts, expected.token_counts)
         torch.testing.assert_close(merged.slots, expected.slots, atol=1e-4, rtol=1e-4)
 
@@ -241,10 +241,6 @@ def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
             bundle.compress([TEXTS[0], blank])
     with pytest.raises(RatioError, match="ratio 7 does not divide the encoder's window of 64"):
         bundle.compress(TEXTS, ratio=7)
-    [soft] = bundle.compress(TEXTS[:1])
-    for ratio in (2, 6, 0, -4):
-        with pytest.raises(RatioError, match=f"ratio {ratio} cannot be made from slots stored at 4"):
-            bundle.at_ratio(soft, ratio)
 
 
 def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(

@@ -34,20 +34,7 @@ def test_the_dtype_is_the_one_asked_for(folder: Path, dtype: Any) -> None:
     assert Decoder(loaded).generate(["Who kept bees?"], Sampling(max_tokens=3))[0].completion_tokens
 
 
-def test_the_attention_is_the_one_asked_for(folder: Path) -> None:
-    answers = []
-    for name in ("eager", "sdpa"):
-        bundle = Bundle.from_pretrained(folder, attn_implementation=name)
-        assert bundle.backbone.model.config._attn_implementation == name
-        answers.append(Decoder(bundle).generate(["Who kept bees?"], Sampling(max_tokens=6)))
-    assert answers[0] == answers[1]
-
-
-IMPOSSIBLE = {
-    "dtype": ["int8", "half a bit", torch.int32, "nn"],
-    "device": ["nowhere", "meta", "cuda:99"],
-    "attn_implementation": ["telepathy"],
-}
+IMPOSSIBLE = {"dtype": ["int8", "half a bit", torch.int32, "nn"], "device": ["nowhere", "meta", "cuda:99"]}
 
 
 @pytest.mark.parametrize(

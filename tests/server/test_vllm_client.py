@@ -55,7 +55,7 @@ def test_the_bytes_are_the_prompts_vectors_and_nothing_else(
     assert slots is not None
     tokenizer, embed = talkative.tokenizer, talkative.backbone.embeddings
     before, after = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("Context: ", " Who built it?"))
-    inner = talkative.embed(talkative.at_ratio(slots, 8))
+    inner = talkative.embed(slots.merge(2))
     expected = torch.cat([embed(torch.tensor(before)), inner, embed(torch.tensor(after))])
     there.generate([soft], Sampling(max_tokens=4, stop=("END",), seed=3, temperature=0.5, top_p=0.9, top_k=7))
     [body] = fake.bodies
