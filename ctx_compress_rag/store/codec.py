@@ -171,15 +171,6 @@ def decode(payload: str) -> SoftContext:
     return SoftContext(torch.from_numpy(slots), torch.from_numpy(counts))
 
 
-def payload_codec(payload: str) -> str:
-    """Name of the codec in a payload's header; "" if it is unknown."""
-    try:
-        code = base64.b64decode(payload[:4], validate=True)[1]
-    except (binascii.Error, ValueError, IndexError):
-        return ""
-    return next((name for name, codec in CODECS.items() if codec.code == code), "")
-
-
 def payload_bytes(payload: str) -> int:
     return len(payload) // 4 * 3 - payload[-2:].count("=")
 

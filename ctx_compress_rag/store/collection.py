@@ -171,13 +171,6 @@ class Collection:
             collection.upsert(ids=list(ids), embeddings=embeddings, metadatas=list(rows), documents=texts)
 
     @shielded
-    def update(self, rows: Mapping[str, Row]) -> None:
-        """Write some fields of existing records; their other fields stay."""
-        for ids in pages(list(rows)):
-            with self._writing() as collection:
-                collection.update(ids=list(ids), metadatas=[rows[id] for id in ids])
-
-    @shielded
     def delete(self, ids: Sequence[str]) -> None:
         for part in pages(ids):
             with self._writing() as collection:

@@ -4,8 +4,7 @@ The text is a deflated metadata string: Chroma keeps such a string twice, and a 
 of its full-text index (measured: 11 kB for 1.2 kB of text), which is not needed here.
 
 A record is signed, so that nobody without the key can change it unnoticed. Text and payload are covered by their
-hashes: if the payload is damaged, the text can still be read. The metadata, which can change alone, have a signature
-of their own.
+hashes: if the payload is damaged, the text can still be read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import hmac
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from ctx_compress_rag.errors import PayloadError, short_repr
@@ -25,49 +24,35 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store.marker import MarkerCodec
 from ctx_compress_rag.store.passage import Passage, StoredPassage
-from ctx_compress_rag.store.scope import passage_id, scoped_marker_id
+from ctx_compress_rag.store.scope import passage_id
 
 MAX_UNPACKED_BYTES = 16 << 20
 """A stored text that unpacks to more is not read: a few megabytes of zlib can hold gigabytes."""
 
 
 @dataclass(frozen=True)
-class Labels:
-    """The fields of a record that depend on the passage's metadata."""
-
-    full_hash: str
-    metadata: str
-    metadata_signature: str
-
-    @classmethod
-    def label(cls, id: str, passage: Passage, signer: MarkerCodec, collection: str) -> Labels:
-        metadata = _json(passage.metadata)
-        signature = signer.sign("metadata", collection, id, metadata)
-        return Labels(full_hash(signer.fingerprint, id, passage), metadata, signature)
-
-
-@dataclass(frozen=True)
-class Record(Labels):
+class Record:
     """A stored passage.
 
     Attributes:
         payload: the encoded soft context, see `codec`.
         text: the deflated text, in base64.
+        metadata: the metadata as JSON.
         text_hash: see `text_hash`.
+        full_hash: see `full_hash`.
         marker: the marker id with its scope, see `scope.scoped_marker_id`.
         slots: how many slots the payload holds.
         tokens: how many source tokens they stand for.
         payload_hash: a hash of the payload.
         sentences: vectors of its sentences, see `sentences`, or "".
-        signature: covers the collection's name, the id (and so the scope), hashes, marker id and counts.
-        full_hash: see `full_hash`.
-        metadata: the metadata as JSON.
-        metadata_signature: covers the collection's name, id and metadata.
+        signature: covers the collection's name, the id (and so the scope), hashes, marker id, counts and metadata.
     """
 
     payload: str
     text: str
+    metadata: str
     text_hash: str
+    full_hash: str
     marker: str
     slots: int
     tokens: int
@@ -77,26 +62,32 @@ class Record(Labels):
 
     @classmethod
     def of(
-        cls, id: str, passage: Passage, made: tuple[str, str], scope: str, signer: MarkerCodec, collection: str
+        cls, id: str, passage: Passage, soft: SoftContext, sentences: str, codec: str, marker: str, fingerprint: str
     ) -> Record:
-        """The record of a passage, with payload and sentences' vectors; PayloadError if the payload is damaged."""
-        payload, sentences = made
+        """The record of a passage, not signed; PayloadError, naming the passage, if the codec cannot hold its slots."""
         try:
-            soft = codecs.decode(payload)  # a worker may have made it: decode it once before it is stored
+            payload = codecs.encode(soft, codec)
         except PayloadError as error:
-            raise PayloadError(f"passage {passage.id!r} came with an unusable payload: {error}") from error
-        record = cls(
-            **asdict(Labels.label(id, passage, signer, collection)),
+            raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
+        return cls(
             payload=payload,
             text=base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),
-            text_hash=text_hash(signer.fingerprint, id, passage),
-            marker=scoped_marker_id(signer.passage(passage.text), scope),
+            metadata=_json(passage.metadata),
+            text_hash=text_hash(fingerprint, id, passage),
+            full_hash=full_hash(fingerprint, id, passage),
+            marker=marker,
             slots=soft.n_slots,
             tokens=soft.n_tokens,
             payload_hash=_hash(payload),
             sentences=sentences,
         )
-        return replace(record, signature=signer.sign(*record._signed(id, collection)))
+
+    def relabeled(self, id: str, passage: Passage, fingerprint: str) -> Record:
+        """The record with the passage's metadata, to be signed again."""
+        return replace(self, metadata=_json(passage.metadata), full_hash=full_hash(fingerprint, id, passage))
+
+    def signed(self, id: str, signer: MarkerCodec, collection: str) -> Record:
+        return replace(self, signature=signer.sign(*self._signed(id, collection)))
 
     @classmethod
     def read(cls, id: str, row: Mapping[str, Any]) -> Self:
@@ -107,13 +98,10 @@ class Record(Labels):
                 raise damaged(id, f"{field.name} is {short_repr(values[field.name])}, not {field.type}")
         return cls(**values)
 
-    def check_signatures(self, id: str, signer: MarkerCodec, collection: str) -> None:
+    def check_signature(self, id: str, signer: MarkerCodec, collection: str) -> None:
         """Raise PayloadError unless this key signed the record, as it is now, for the collection."""
-        pairs = (
-            (self.signature, signer.sign(*self._signed(id, collection))),
-            (self.metadata_signature, signer.sign("metadata", collection, id, self.metadata)),
-        )
-        if not all(hmac.compare_digest(given.encode("utf-8", "replace"), right.encode()) for given, right in pairs):
+        right = signer.sign(*self._signed(id, collection))
+        if not hmac.compare_digest(self.signature.encode("utf-8", "replace"), right.encode()):
             raise damaged(
                 id,
                 "it was changed, signed with another key (set CTX_COMPRESS_KEY to that key), or made for a collection "
@@ -151,8 +139,8 @@ class Record(Labels):
             raise damaged(id, error) from error
 
     def _signed(self, id: str, collection: str) -> tuple[str, ...]:
-        counts = (str(self.slots), str(self.tokens))
-        return (collection, id, self.text_hash, self.marker, *counts, self.payload_hash, self.sentences)
+        hashes, counts = (self.text_hash, self.payload_hash), (str(self.slots), str(self.tokens))
+        return (collection, id, *hashes, self.marker, *counts, self.sentences, self.metadata)
 
 
 def text_hash(fingerprint: str, id: str, passage: Passage) -> str:
@@ -163,14 +151,6 @@ def text_hash(fingerprint: str, id: str, passage: Passage) -> str:
 def full_hash(fingerprint: str, id: str, passage: Passage) -> str:
     """A hash that also covers the metadata: if it is unchanged, the record need not be written."""
     return _hash(fingerprint, id, passage.text, _json(passage.metadata))
-
-
-def payload_of(passage: Passage, soft: SoftContext, codec: str) -> str:
-    """A soft context encoded for a record; PayloadError, naming the passage, if that is impossible."""
-    try:
-        return codecs.encode(soft, codec)
-    except PayloadError as error:
-        raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
 
 
 def damaged(id: str, reason: object) -> PayloadError:

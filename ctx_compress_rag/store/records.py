@@ -16,19 +16,19 @@ from ctx_compress_rag.errors import (
     StoreError,
     short_repr,
 )
+from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.store.collection import Collection, Row, batches, pages
 from ctx_compress_rag.store.key import Signer
 from ctx_compress_rag.store.marker import Marker, MarkerCodec
 from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, listed_passages, unique
 from ctx_compress_rag.store.place import Place
-from ctx_compress_rag.store.record import Labels, Record, full_hash, text_hash
+from ctx_compress_rag.store.record import Record, full_hash, text_hash
 from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
 from ctx_compress_rag.store.sentences import pack, sentence_vectors
 
-FORMAT = 5
+FORMAT = 6
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
-_REMEMBERED = 100_000  # marker ids with record ids of 100 characters: 30 MB
 _EMBEDDING = [0.0]  # Chroma requires an embedding; one dimension costs least
 # Nobody searches the dummy embeddings, so the graph is as small as Chroma allows. Synchronizing every 100
 # records (not 1000) makes the first read after reopening 18-48 ms instead of 250-830 ms.
@@ -78,9 +78,6 @@ class Records(Collection):
             "codec": codec or DEFAULT_CODEC,
         }
         super().__init__(place, name, _CONFIGURATION, new, lock_timeout, read_timeout)
-        # Lookups by marker: with 50,000 records, one by field takes 12 ms, by ids 0.5 ms. Most markers are read by the
-        # process that wrote them.
-        self._ids_by_marker: dict[str, str] = {}
         try:
             self.about: Row = self.metadata() or new
         except BaseException:
@@ -148,11 +145,6 @@ class Records(Collection):
                 break
         return found
 
-    def remember(self, records: Iterable[tuple[str, Record]]) -> None:
-        if len(self._ids_by_marker) > _REMEMBERED:
-            self._ids_by_marker = {}
-        self._ids_by_marker.update({record.marker: id for id, record in records})
-
     def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
         """The id of the record that each marker stands for, and the record.
 
@@ -160,14 +152,8 @@ class Records(Collection):
             MissingPassageError: there is none for a marker.
         """
         wanted = {each: [scoped_marker_id(each.passage, place) for place in readable(each.scope)] for each in markers}
-        known = [id for names in wanted.values() for name in names if (id := self._ids_by_marker.get(name))]
-        rows = self.rows(known)
-        by_name = {str(row.get("marker")): id for id, row in rows.items()}
-        rest = [name for names in wanted.values() if by_name.keys().isdisjoint(names) for name in names]
-        more = self.rows_with("marker", rest)
-        rows |= more
-        by_name |= {row["marker"]: id for id, row in more.items()}
-        self._ids_by_marker |= by_name
+        rows = self.rows_with("marker", [name for names in wanted.values() for name in names])
+        by_name = {row["marker"]: id for id, row in rows.items()}
         found = {each: id for each, names in wanted.items() for name in reversed(names) if (id := by_name.get(name))}
         if missing := [marker for marker in wanted if marker not in found]:
             raise MissingPassageError(
@@ -227,24 +213,27 @@ class Records(Collection):
 
     def relabel(self, passages: Mapping[str, Passage]) -> None:
         """Write the metadata of passages that are stored with the same text."""
-        if passages:
-            self._key.keep()
-            labels = {id: asdict(Labels.label(id, each, self.signer, self.name)) for id, each in passages.items()}
-            for part in batches(labels, _size, _WRITE_BYTES):
-                self.update(part)
+        stored = self.rows(list(passages))
+        made = self._bundle.fingerprint
+        self._put({id: self._verified(id, row).relabeled(id, passages[id], made) for id, row in stored.items()})
 
-    def write(self, passages: Mapping[str, Passage], payloads: Sequence[str], scope: str) -> None:
+    def write(self, passages: Mapping[str, Passage], softs: Sequence[SoftContext], scope: str) -> None:
         """Write the records of a scope's passages, by record id; they are durable when this returns.
 
         Raises:
-            PayloadError: a payload is damaged; nothing is written.
+            PayloadError: a soft context holds a NaN or infinity; nothing is written.
         """
-        self._key.keep()
-        made = zip(payloads, self._sentences(passages), strict=True)
-        rows = {
-            key: asdict(Record.of(key, passage, each, scope, self.signer, self.name))
-            for (key, passage), each in zip(passages.items(), made, strict=True)
-        }
+        each = zip(passages.items(), softs, self._sentences(passages), strict=True)
+        made: dict[str, Record] = {}
+        for (id, passage), soft, sentences in each:
+            marker = scoped_marker_id(self.signer.passage(passage.text), scope)
+            made[id] = Record.of(id, passage, soft, sentences, self.codec, marker, self._bundle.fingerprint)
+        self._put(made)
+
+    def _put(self, records: Mapping[str, Record]) -> None:
+        if records:
+            self._key.keep()
+        rows = {id: asdict(record.signed(id, self.signer, self.name)) for id, record in records.items()}
         for part in batches(rows, _size, _WRITE_BYTES):
             try:
                 self.upsert(list(part), [_EMBEDDING] * len(part), list(part.values()))
@@ -273,7 +262,7 @@ class Records(Collection):
     def _verified(self, id: str, row: Row) -> Record:
         """The record in a row; PayloadError, naming the passage, if it was changed or signed with another key."""
         record = Record.read(id, row)
-        record.check_signatures(id, self.signer, self.name)
+        record.check_signature(id, self.signer, self.name)
         return record
 
 

@@ -5,20 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Self
+from typing import Self
 
 import chromadb
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import (
-    ConfigError,
-    FingerprintMismatchError,
-    MissingPassageError,
-    StoreError,
-)
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreError
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.codec import payload_codec
 from ctx_compress_rag.store.connect import Location, companion, connect
 from ctx_compress_rag.store.key import Signer
 from ctx_compress_rag.store.marker import (
@@ -43,7 +37,6 @@ from ctx_compress_rag.store.passage import (
     unique,
 )
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
-from ctx_compress_rag.store.record import payload_of
 from ctx_compress_rag.store.records import Records, summarize
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import abandoned, shielded
@@ -157,32 +150,6 @@ class SoftContextStore(ProcessBound):
             self._records.relabel(changes.labels)
             self._compress(changes.texts, scope, progress)
         return AddReport(changes.new, len(changes.texts) + len(changes.labels) - changes.new, changes.unchanged)
-
-    @shielded
-    def put(self, passages: Sequence[Passage], made: Mapping[str, Any], scope: str | None = None) -> None:
-        """Store passages that were compressed elsewhere, by `ray_indexing.worker.CompressPassages`.
-
-        Args:
-            passages: the passages; those already stored are overwritten.
-            made: `payload` and `fingerprint` of each passage, as the worker made them.
-            scope: tenant or user that owns the passages; by default as in `add`.
-
-        Raises:
-            FingerprintMismatchError: another bundle made the payloads.
-            ConfigError: a payload has another codec than the store, or a passage is one that `add` refuses.
-            PayloadError: a payload is damaged; nothing of this call is stored.
-        """
-        scope = self._scope(scope)
-        checked = unique(listed_passages(passages))
-        payloads = [str(payload) for payload in made["payload"]]
-        if other := next((str(each) for each in made["fingerprint"] if each != self.fingerprint), None):
-            raise FingerprintMismatchError(
-                f"payloads made by a bundle with fingerprint {other[:12]} cannot go into a store of bundle "
-                f"{self.bundle.config.name!r} ({self.bundle.fingerprint[:12]}): give the workers the store's bundle"
-            )
-        if {payload_codec(payload) for payload in payloads} - {self.codec}:
-            raise ConfigError(f"a payload has another codec than the store: give the workers codec={self.codec!r}")
-        self._records.write({record_id(id, scope): each for id, each in checked.items()}, payloads, scope)
 
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
         """Make the scope's passages match the app's collection: add new and changed ones, delete those not in it.
@@ -381,7 +348,6 @@ class SoftContextStore(ProcessBound):
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
         for key, record in found.values():
             record.check_payload(key)
-        self._records.remember(found.values())
         codec = self._records.signer
         written = []
         for id in ids:
@@ -435,8 +401,7 @@ class SoftContextStore(ProcessBound):
                 if abandoned():
                     return
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
-                each = zip(batch.values(), softs, strict=True)
-                self._records.write(batch, [payload_of(passage, soft, self.codec) for passage, soft in each], scope)
+                self._records.write(batch, softs, scope)
                 bar.update(len(batch))
 
     def _places(self, passages: Mapping[str, Passage], scope: str) -> dict[str, str | None]:

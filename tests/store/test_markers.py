@@ -219,5 +219,3 @@ def test_a_marker_finds_its_text_wherever_that_is_stored_now(tmp_path: Path) -> 
         store.add([passage(0)], ["copy"], progress=False)
         store.delete(["p0"])  # where it was is no longer where it is
         assert_same(store.fetch(markers)[0], bundle.at(passage(0), 4))
-    with SoftContextStore(tmp_path, bundle, key=b"k" * 16) as reader:
-        assert_same(reader.fetch(markers)[0], bundle.at(passage(0), 4))

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from langchain_chroma import Chroma
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
+from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import Passage, SoftContextStore, SyncReport
-from ctx_compress_rag.store.codec import encode
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
 from helpers.langchain import WordEmbeddings
 from helpers.store import WordBundle, add, assert_same, passage
@@ -170,18 +169,6 @@ def test_texts_that_are_none_are_refused_everywhere(store: SoftContextStore, tex
     for call in (store.has, store.ensure, store.add, lambda texts: store.get(["a"], texts=texts or 5)):
         with pytest.raises(ConfigError):
             call(texts)
-
-
-def test_payloads_of_another_bundle_or_codec_are_refused(store: SoftContextStore, bundle: WordBundle) -> None:
-    given, payload = [Passage(passage(0), "a")], encode(bundle.at(passage(0), 4), "int8")
-    with pytest.raises(FingerprintMismatchError, match="e" * 12):
-        store.put(given, {"payload": [payload], "fingerprint": ["e" * 64]})
-    with pytest.raises(ConfigError, match="int8"):
-        made = encode(bundle.at(passage(0), 4), "fp16")
-        store.put(given, {"payload": [made], "fingerprint": [bundle.fingerprint]})
-    assert len(store) == 0
-    store.put(given, {"payload": [payload], "fingerprint": [bundle.fingerprint]})
-    assert_same(store.get(["a"])[0], bundle.at(passage(0), 4))
 
 
 def test_ids_may_come_from_an_iterator(store: SoftContextStore) -> None:

@@ -74,9 +74,8 @@ def test_a_tenants_marker_finds_its_own_record_first(store: SoftContextStore) ->
     [marker] = store.split(store.marker("a", 4, "ann"), "ann")
     raw = chromadb.EphemeralClient().get_collection("tenants-ctx", embedding_function=None)
     raw.update(ids=[record_id("a", markers.DEFAULT_SCOPE)], metadatas=[{"payload": "damaged"}])
-    reader = SoftContextStore(chromadb.EphemeralClient(), store.bundle, collection="tenants")  # remembers no marker
-    assert reader.text_of([marker]) == [passage(1)]
-    assert_same(reader.fetch([marker])[0], store.bundle.at(passage(1), 4))
+    assert store.text_of([marker]) == [passage(1)]
+    assert_same(store.fetch([marker])[0], store.bundle.at(passage(1), 4))
 
 
 def test_what_has_no_scope_is_shared_and_a_tenants_own_comes_first(store: SoftContextStore, bundle: WordBundle) -> None:

@@ -184,7 +184,6 @@ def test_an_odd_answer_is_the_librarys_own_error_with_the_address(
     liar: Liar, store: SoftContextStore, name: str
 ) -> None:
     [marker] = opened(liar, "honest").split(store.marker("p6", 4))
-    fresh = opened(liar, "honest")  # which looks markers up by field
     calls: list[Callable[[], object]] = [
         lambda: opened(liar, "honest"),
         lambda: store.get(["p6"]),
@@ -195,7 +194,7 @@ def test_an_odd_answer_is_the_librarys_own_error_with_the_address(
         lambda: store.info(),
         lambda: store.damaged(),
         lambda: store.markers(["p6"], 4),
-        lambda: fresh.fetch([marker]),  # type: ignore[list-item]
+        lambda: store.fetch([marker]),  # type: ignore[list-item]
         lambda: store.ensure([passage(6)], ["p6"]),
         lambda: store.delete(["p6"]),
         lambda: store.discard_damaged(),
