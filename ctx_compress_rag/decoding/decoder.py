@@ -4,45 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
-from typing import TypedDict, Unpack
+from typing import Any
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from pydantic import ValidationError
+
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.engines.protocol import Engine
+from ctx_compress_rag.decoding.engines.protocol import Engine, EngineOptions
 from ctx_compress_rag.decoding.preparer import Preparer
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable
-from ctx_compress_rag.strict import check_known
+from ctx_compress_rag.strict import check_known, explain
 
 _GREEDY = Sampling()
 _Pieces = SimpleQueue[str | Generation | BaseException]
-
-
-class EngineOptions(TypedDict, total=False):
-    """Options of the engines; each engine takes its own.
-
-    Attributes:
-        batch_size: transformers: most prompts in a forward pass; llama.cpp: most answers at a time; 8 by default.
-        merge: transformers: keep a second copy of the weights that the reader's LoRA changes, with the LoRA merged
-            into them: faster, and the last bits of scores may differ.
-        weights: llama.cpp: "BF16" (default), "F32", "Q8_0" or "Q4_0", or the folder of `ctx-compress export`.
-        context_size: llama.cpp: most positions that all prompts and answers have together; 4096 by default.
-        api_key: a server's key.
-        timeout: most seconds to wait for a server's first token, and from one token to the next; 120 by default.
-        max_retries: how often a request is sent again if a server cannot be reached, is busy or fails, but never after
-            the first piece of an answer; 2 by default.
-    """
-
-    batch_size: int
-    merge: bool
-    weights: str
-    context_size: int
-    api_key: str | None
-    timeout: float
-    max_retries: int
 
 
 _OPTIONS = {"transformers": ("batch_size", "merge"), "llama.cpp": ("weights", "context_size", "batch_size")}
@@ -64,7 +41,8 @@ class Decoder:
             changed, its passage is gone or damaged): "error" raises; "text" reads the passage's text if the store
             has it, else the marker as literal text, with a warning.
         max_prompt_tokens: longest prompt, in tokens and slots; None allows what fits the decoder's window.
-        options: options of the engine, see `EngineOptions`.
+        options: options of the engine, see `EngineOptions`: transformers has `batch_size` and `merge`, llama.cpp
+            `weights`, `context_size` and `batch_size`, a server `api_key`, `timeout` and `max_retries`.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -90,12 +68,12 @@ class Decoder:
         engine: str = "transformers",
         on_unreadable: OnUnreadable = "error",
         max_prompt_tokens: int | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ) -> None:
         self.bundle = bundle
         self.store = store
         self.preparer = Preparer(bundle, store, on_unreadable=on_unreadable, max_prompt_tokens=max_prompt_tokens)
-        self.engine = _open(engine, bundle, options)
+        self.engine = _open(engine, bundle, check_options(engine, options))
         self._engine_name = engine
 
     def __repr__(self) -> str:
@@ -119,7 +97,6 @@ class Decoder:
             DecoderMemoryError: the device does not have enough memory; the decoder can still be used.
             ServerError: the server cannot be reached, refuses, or ends in the middle of an answer.
         """
-        self.engine.check(sampling)
         prepared = self.preparer.prepare(prompts, extractive=sampling.extractive)
         queues = [_Pieces() for _ in prepared]
         cancel = self.engine.begin(prepared, sampling, [queue.put for queue in queues], stream=False)
@@ -137,7 +114,6 @@ class Decoder:
 
         Raises: as `generate`; what the engine raises, during iteration.
         """
-        self.engine.check(sampling)
         prepared = self.preparer.prepare([prompt], extractive=sampling.extractive)
 
         def pieces() -> Iterator[str | Generation]:
@@ -165,7 +141,6 @@ class Decoder:
 
         Raises: as `stream` at the call.
         """
-        self.engine.check(sampling)
         prepared = self.preparer.prepare([prompt], extractive=sampling.extractive)
         return self.engine.begin(prepared, sampling, [put])
 
@@ -174,29 +149,30 @@ class Decoder:
         self.engine.close()
 
 
-def check_options(engine: str, options: Mapping[str, object]) -> None:
-    """Refuse an unknown engine, and options that it does not have."""
+def check_options(engine: str, given: Mapping[str, object]) -> EngineOptions:
+    """Refuse an unknown engine, and options that it does not have or whose values are impossible."""
     if engine not in _OPTIONS and not is_address(engine):
         known = ", ".join(map(repr, _OPTIONS))
         raise ConfigError(f"engine={engine!r} is unknown: give {known} or the address of a vLLM server (http://...)")
-    check_known(f"engine={engine!r}", options, _OPTIONS.get(engine, _SERVER_OPTIONS))
+    check_known(f"engine={engine!r}", given, _OPTIONS.get(engine, _SERVER_OPTIONS))
+    try:
+        return EngineOptions.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
 
 
 def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:
-    check_options(engine, options)
     if is_address(engine):
         from ctx_compress_rag.decoding.engines.vllm import VllmEngine
 
-        if not isinstance(bundle, Bundle):
-            raise ConfigError(f"engine={engine!r} needs a bundle: this is a decoder alone")
-        return VllmEngine(bundle, engine, **options)  # type: ignore[misc]
+        return VllmEngine(bundle, engine, options)
     if engine == "llama.cpp":
         from ctx_compress_rag.decoding.engines.llama_cpp import LlamaCppEngine
 
-        return LlamaCppEngine(bundle, **options)  # type: ignore[misc]
+        return LlamaCppEngine(bundle, options)
     from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
 
-    return TransformersEngine(bundle, **options)  # type: ignore[misc]
+    return TransformersEngine(bundle, options)
 
 
 def is_address(engine: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
+
+logger = logging.getLogger(__name__)
 
 _NO_SPACE = {"add_prefix_space": False, "prepend_scheme": "never"}
 # A small decoder that may write extra white space writes nothing else.
@@ -33,6 +36,20 @@ def closed_schema(schema: str) -> Any:
         return _closed(json.loads(schema))
     except (ValueError, RecursionError) as error:
         raise _refused(schema, error) from None
+
+
+@cache
+def json_tokens(bundle: str) -> int:
+    """Most tokens of JSON, unless the user says, from a bundle that answers best with quotations; warns once.
+
+    A decoder that cannot fill fields may not end them either.
+    """
+    logger.warning(
+        "bundle %r answers best with quotations: the fields of its JSON are often empty or wrong. Fill them with "
+        "another model, from this one's answer",
+        bundle,
+    )
+    return 128
 
 
 class JsonFilter:

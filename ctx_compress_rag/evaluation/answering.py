@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder, EngineOptions, is_address
+from ctx_compress_rag.decoding.decoder import Decoder, is_address
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import extract, truncate
@@ -165,7 +165,7 @@ def each_store(
             SoftContextStore(folder, bundle, codec=asking.get("codec"), ratio=base) as store,
         ):
             engine = asking.get("engine", "transformers")
-            options: EngineOptions = {"batch_size": asking.get("batch_size", 16)}
+            options: dict[str, Any] = {"batch_size": asking.get("batch_size", 16)}
             if is_address(engine):
                 options = {"api_key": asking.get("api_key")}
             decoder = Decoder(bundle, store, engine=engine, **options)

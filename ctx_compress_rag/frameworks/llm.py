@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, NoReturn, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder, EngineOptions
+from ctx_compress_rag.decoding.decoder import Decoder, is_address
+from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
+from ctx_compress_rag.decoding.structured import json_tokens
 from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_scope, scope
 from ctx_compress_rag.strict import check_known, explain
 from ctx_compress_rag.text.templates import messages
 
-logger = logging.getLogger(__name__)
 
-_JSON_TOKENS = 128  # unless the user gives a limit: a decoder that cannot fill fields may not end them either
-_ENGINE_OPTIONS = tuple(EngineOptions.__annotations__)
-
-
-class DecoderLLM(SamplingOptions):
+class DecoderLLM(SamplingOptions, EngineOptions):
     """The base and the options of a framework's LLM class; it comes before the framework's own base class.
 
-    Besides these, the options of an answer, which can also be given per call: see `SamplingOptions`. `max_tokens` is by
-    default 512, or that of an imported bundle's training. `extractive` is by default what the bundle answers best with
-    (`BundleConfig.extractive`), except for JSON and on a server: set it to False for summaries and rewritten questions.
+    Besides these, the options of the engine (see `EngineOptions`) and of an answer (see `SamplingOptions`), which can
+    also be given per call. `max_tokens` is by default 512, or that of an imported bundle's training. `extractive` is by
+    default what the bundle answers best with (`BundleConfig.extractive`), except for JSON and on a server: set it to
+    False for summaries and rewritten questions.
 
     Args:
         store: where the soft contexts are; its bundle, on its device and in its dtype, is the model.
@@ -41,15 +37,6 @@ class DecoderLLM(SamplingOptions):
             store's.
         engine: what runs the decoder: "transformers" or "llama.cpp", in this process, or the address of a vLLM server
             (see `ctx-compress export`).
-        batch_size: with transformers, maximum number of prompts in a forward pass; with llama.cpp, of answers at a
-            time.
-        merge: with transformers, keep a second copy of the weights that the reader's LoRA changes, with the LoRA merged
-            into them: faster, and the last bits of scores may differ.
-        weights: with llama.cpp, "BF16", "F32", "Q8_0" or "Q4_0", or a folder that `ctx-compress export` wrote.
-        context_size: with llama.cpp, maximum positions of all prompts and answers together.
-        api_key: a server's key.
-        timeout: maximum seconds to wait for a server's first token, and from one token to the next.
-        max_retries: how often a request is sent again if a server is unreachable, busy or fails.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or a prompt cannot be read.
@@ -68,13 +55,6 @@ class DecoderLLM(SamplingOptions):
     on_unreadable: OnUnreadable = Field(default="error", frozen=True)
     scope: str | None = None
     engine: str = Field(default="transformers", frozen=True)
-    batch_size: int = Field(default=8, ge=1, frozen=True)
-    merge: bool = Field(default=False, frozen=True)
-    weights: str = Field(default="BF16", frozen=True)
-    context_size: int = Field(default=4096, ge=1, frozen=True)
-    api_key: SecretStr | None = Field(default=None, exclude=True, frozen=True)
-    timeout: float = Field(default=120.0, frozen=True)
-    max_retries: int = Field(default=2, frozen=True)
 
     _decoder: Decoder | None = PrivateAttr(None)
     _quotes_by_default: bool = PrivateAttr(False)
@@ -92,7 +72,7 @@ class DecoderLLM(SamplingOptions):
         if "max_tokens" not in self.model_fields_set and isinstance(bundle, Bundle) and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
         if isinstance(bundle, Bundle) and bundle.config.extractive and "extractive" not in self.model_fields_set:
-            self.extractive = self._quotes_by_default = not self.engine.startswith("http")  # a server cannot quote
+            self.extractive = self._quotes_by_default = not is_address(self.engine)  # a server cannot quote
         self.sampling({})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
@@ -130,12 +110,9 @@ class DecoderLLM(SamplingOptions):
         chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
         if schema is not None and self._quotes_by_default and given.get("extractive") is None:
             chosen["extractive"] = False
-            _warn_once(
-                f"bundle {self.store.bundle.config.name!r} answers best with quotations: the fields of its JSON are "
-                "often empty or wrong. Fill them with another model, from this one's answer"
-            )
+            limit = json_tokens(self.store.bundle.config.name)
             if "max_tokens" not in self.model_fields_set and given.get("max_tokens") is None:
-                chosen["max_tokens"] = _JSON_TOKENS
+                chosen["max_tokens"] = limit
         return Sampling(json_schema=schema, **chosen)
 
     @property
@@ -146,10 +123,8 @@ class DecoderLLM(SamplingOptions):
             if not isinstance(bundle, Bundle):
                 raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
             # A framework that restores an LLM gives all fields: only what differs from the default is asked for.
-            fields = type(self).model_fields
-            options: Any = {n: v for n in _ENGINE_OPTIONS if (v := getattr(self, n)) != fields[n].default}
-            if self.api_key is not None:
-                options["api_key"] = self.api_key.get_secret_value()
+            fields = EngineOptions.model_fields.items()
+            options = {name: value for name, field in fields if (value := getattr(self, name)) != field.default}
             self._decoder = Decoder(bundle, self.store, engine=self.engine, on_unreadable=self.on_unreadable, **options)
         return self._decoder
 
@@ -173,11 +148,6 @@ class DecoderLLM(SamplingOptions):
     def in_scope(self) -> AbstractContextManager[None]:
         """A block in which prompts are read with the LLM's `scope`."""
         return nullcontext() if self.scope is None else scope(self.scope)
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def _schema_of(response_format: object) -> Any:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
-from ctx_compress_rag.server import replies
-from ctx_compress_rag.server.answers import ClientGoneError, answer, unless_gone
+from ctx_compress_rag.server.answers import ClientGoneError, answer, unless_gone, whole
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.faults import RequestError, as_fault
 from ctx_compress_rag.server.guard import Guard, Limits
 from ctx_compress_rag.server.metrics import Metrics
+from ctx_compress_rag.server.replies import Kind, Reply
 from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate, malformed
 from ctx_compress_rag.server.retrieval import Retrieval
 from ctx_compress_rag.store import SoftContextStore
@@ -65,63 +64,21 @@ def create_app(
     """
     if decoder.store is None:
         raise ConfigError("the server's decoder has no store: give it the store whose markers clients send")
-    limits = limits or Limits()
-    metrics = Metrics()
+    limits, metrics = limits or Limits(), Metrics()
     service = _Service(decoder, decoder.store, metrics, limits, retrieval)
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        for threads in (service.threads, service.writer):
-            threads.shutdown(wait=False, cancel_futures=True)
-
-    app = FastAPI(title="ctx-compress", openapi_url=None, lifespan=lifespan)
-
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatCompletion, request: Request) -> Response:
-        return await service.chat(body, request)
-
-    @app.post("/v1/completions")
-    async def complete(body: Completion, request: Request) -> Response:
-        return await service.generate("text", body, body.prompt, request)
-
-    @app.post("/v1/compress")
-    async def compress(body: Compress, request: Request) -> Response:
-        return await service.compress(body, request)
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model()]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return service.model()
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/metrics")
-    async def measured() -> Response:
-        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
-
+    app = FastAPI(title="ctx-compress", openapi_url=None, lifespan=service.lifespan)
+    app.post("/v1/chat/completions")(service.chat)
+    app.post("/v1/completions")(service.complete)
+    app.post("/v1/compress")(service.compress)
+    app.get("/v1/models")(service.models)
+    app.get("/v1/models/{name:path}")(service.model)
+    app.get("/health")(_health)
+    app.get("/metrics")(service.measured)
     if retrieval is not None:
-
-        @app.get("/")
-        async def page() -> Response:
-            return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_MAY})
-
-    async def refuse(request: Request, error: Exception) -> Response:
-        status, body = as_fault(_explained(request, error))
-        return JSONResponse(body, status)
-
-    async def note_gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it; nginx's status, for the metrics
-
-    app.add_exception_handler(ClientGoneError, note_gone)
+        app.get("/")(_page)
+    app.add_exception_handler(ClientGoneError, _note_gone)
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, refuse)
+        app.add_exception_handler(kind, _refuse)
     app.add_middleware(Guard, metrics=metrics, keys=keys, limits=limits, hosts=hosts)
     return app
 
@@ -137,8 +94,8 @@ class _Service:
         limits: Limits,
         retrieval: Retrieval | None,
     ) -> None:
-        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ctx-compress-serve")
-        self.writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ctx-compress-serve")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
         self._decoder = decoder
         self._store = store
         self._metrics = metrics
@@ -147,106 +104,61 @@ class _Service:
         self._name = store.bundle.config.name
         self._started = int(time.time())
 
-    def model(self) -> dict[str, Any]:
-        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "ctx-compress"}
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        yield
+        for threads in (self._threads, self._writer):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_model(self, name: str) -> None:
+    async def measured(self) -> Response:
+        return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [await self.model(self._name)]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "ctx-compress"}
+
+    def _check_model(self, name: str) -> None:
         if name != self._name:
             raise RequestError(404, f"no model {name!r}: this server has {self._name!r}", "model_not_found", "model")
 
     async def chat(self, body: ChatCompletion, request: Request) -> Response:
+        self._check_model(body.model)
         chat, scope, retrieval = body.prompt(), request.state.tenant, self._retrieval
         if retrieval is None or not retrieval.is_question(chat, scope):
-            return await self.generate("chat", body, [chat], request)
-        self.check_model(body.model)
+            return await self._generate("chat", body, [chat], request)
         # Where the store is written to: a passage may be missing.
-        asked = asyncio.get_running_loop().run_in_executor(self.writer, retrieval.ask, chat, scope)
+        asked = asyncio.get_running_loop().run_in_executor(self._writer, retrieval.ask, chat, scope)
         prompt, sources = await unless_gone(request.receive, asked)
-        return await self.generate("chat", body, [prompt], request, sources, retrieval.extractive)
+        return await self._generate("chat", body, [prompt], request, sources, retrieval.extractive)
 
-    async def generate(
+    async def complete(self, body: Completion, request: Request) -> Response:
+        self._check_model(body.model)
+        return await self._generate("text", body, body.prompt, request)
+
+    async def _generate(
         self,
-        kind: replies.Kind,
+        kind: Kind,
         body: Generate,
         prompts: Sequence[PromptLike],
         request: Request,
         sources: Sequence[Mapping[str, Any]] | None = None,
         extractive: bool = False,
     ) -> Response:
-        self.check_model(body.model)
-        sampling = body.sampling(self._limits.answer_tokens, self._limits.longest_answer, extractive)
-        head = {
-            "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": self._name,
-        }
-        found = {} if sources is None else {"sources": sources}
-        if body.stream:
-            if len(prompts) > 1:
-                raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
-            count = body.stream_options.include_usage
-            return await self._stream(kind, head, prompts[0], sampling, request, count, found)
-        answers = await unless_gone(request.receive, self._whole(prompts, sampling, request.state.tenant))
-        return JSONResponse(replies.whole(kind, head | found, answers))
-
-    async def _whole(self, prompts: Sequence[PromptLike], sampling: Sampling, scope: str | None) -> list[Generation]:
-        async def one(prompt: PromptLike) -> Generation:
-            async with aclosing(self._answer(prompt, sampling, scope)) as pieces:
-                *_, done = [piece async for piece in pieces]
-            assert isinstance(done, Generation)
-            return done
-
-        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:  # one has failed, or the client has disconnected
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _stream(
-        self,
-        kind: replies.Kind,
-        head: dict[str, Any],
-        prompt: PromptLike,
-        sampling: Sampling,
-        request: Request,
-        count: bool,
-        found: dict[str, Any],
-    ) -> Response:
-        pieces = self._answer(prompt, sampling, request.state.tenant)
+        config = cast(Bundle, self._store.bundle).config
+        sampling = body.sampling(self._limits, config, extractive)
+        reply, scope = Reply(kind, self._name, sources), request.state.tenant
+        answers = [answer(self._decoder, prompt, sampling, scope, self._threads, self._metrics) for prompt in prompts]
+        if not body.stream:
+            return JSONResponse(reply.whole(await unless_gone(request.receive, whole(answers))))
+        if len(prompts) > 1:
+            raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
         # Wait for the first piece here, so that a refused prompt has a status of its own.
-        first = await unless_gone(request.receive, anext(pieces))
-
-        async def events() -> AsyncIterator[str]:
-            async with aclosing(pieces):
-                try:
-                    yield replies.chunk(kind, head | found, first if isinstance(first, str) else "", first=True)
-                    done = first
-                    async for piece in pieces:
-                        done = piece
-                        if isinstance(piece, str):
-                            yield replies.chunk(kind, head, piece)
-                    assert isinstance(done, Generation)
-                    yield replies.chunk(kind, head, "", ended=done)
-                    if count:
-                        yield replies.last_chunk(kind, head, done)
-                    yield replies.DONE
-                except Exception as error:
-                    yield replies.event(as_fault(error)[1])
-
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-    async def _answer(self, prompt: PromptLike, sampling: Sampling, scope: str | None) -> Any:
-        began, first = time.perf_counter(), True
-        async with aclosing(answer(self._decoder, prompt, sampling, scope, self.threads)) as pieces:
-            async for piece in pieces:
-                if first:
-                    self._metrics.first_token.observe(time.perf_counter() - began)
-                    first = False
-                if isinstance(piece, Generation):
-                    self._metrics.count(piece)
-                yield piece
+        first = await unless_gone(request.receive, anext(answers[0]))
+        events = reply.events(first, answers[0], body.stream_options.include_usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def compress(self, body: Compress, request: Request) -> Response:
         """Make markers for texts. A passage's id is a hash of its text: no client can change or name another's.
@@ -254,7 +166,7 @@ class _Service:
         A part of the texts that has begun is finished; parts that wait when the client disconnects are canceled.
         """
         if body.model is not None:
-            self.check_model(body.model)
+            self._check_model(body.model)
         scope = request.state.tenant
         marking = Marking(self._store, body.ratio, body.token_budget, scope=scope)
         shown = await unless_gone(request.receive, self._marked(body, marking, scope))
@@ -271,11 +183,28 @@ class _Service:
 
         loop, texts = asyncio.get_running_loop(), body.input
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
-            await loop.run_in_executor(self.writer, store, texts[start : start + _TEXTS_AT_A_TIME])
+            await loop.run_in_executor(self._writer, store, texts[start : start + _TEXTS_AT_A_TIME])
         for text in texts:
             self._store.split(text, scope, "error")  # a marker of another tenant is no passage
-        marked = await loop.run_in_executor(self.writer, partial(marking.mark, texts, question=body.question))
+        marked = await loop.run_in_executor(self._writer, partial(marking.mark, texts, question=body.question))
         return [each.shown for each in marked]
+
+
+async def _health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+async def _page() -> Response:
+    return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_MAY})
+
+
+async def _note_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; nginx's status, for the metrics
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    status, body = as_fault(_explained(request, error))
+    return JSONResponse(body, status)
 
 
 def _explained(request: Request, error: Exception) -> Exception:

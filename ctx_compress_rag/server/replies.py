@@ -3,17 +3,87 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Literal
 
 from ctx_compress_rag.decoding.logprobs import as_openai, as_openai_completion
 from ctx_compress_rag.decoding.sampling import Generation
+from ctx_compress_rag.server.faults import as_fault
 
 Kind = Literal["chat", "text"]
 
-DONE = "data: [DONE]\n\n"
 _CHUNK = {"chat": "chat.completion.chunk", "text": "text_completion"}
 _WHOLE = {"chat": "chat.completion", "text": "text_completion"}
+
+
+class Reply:
+    """The reply to one request, whole or in chunks.
+
+    Args:
+        kind: of a chat, or of raw prompts.
+        model: the model's name.
+        sources: the passages that were retrieved for it.
+    """
+
+    def __init__(self, kind: Kind, model: str, sources: Sequence[Mapping[str, Any]] | None = None) -> None:
+        self._kind: Kind = kind
+        id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
+        self._sources = {} if sources is None else {"sources": sources}
+
+    def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
+        """The reply with all of the answers."""
+        choices = [
+            {
+                "index": index,
+                **self._text(answer.text, "message"),
+                "finish_reason": answer.finish_reason,
+                "logprobs": self._logprobs(answer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        own = {"object": _WHOLE[self._kind], "choices": choices, "usage": usage(answers)}
+        return {**self._head, **self._sources, **own}
+
+    async def events(
+        self, first: str | Generation, rest: AsyncGenerator[str | Generation, None], count: bool
+    ) -> AsyncIterator[str]:
+        """Server-sent events of an answer's pieces; at its end the log-probabilities, then its usage if `count`."""
+        async with aclosing(rest):
+            try:
+                done = first
+                yield self._chunk(first if isinstance(first, str) else "", begins=True)
+                async for piece in rest:
+                    done = piece
+                    if isinstance(piece, str):
+                        yield self._chunk(piece)
+                assert isinstance(done, Generation)
+                yield self._chunk("", ended=done)
+                if count:
+                    yield _event({**self._head, "object": _CHUNK[self._kind], "choices": [], "usage": usage([done])})
+                yield "data: [DONE]\n\n"
+            except Exception as error:
+                yield _event(as_fault(error)[1])
+
+    def _chunk(self, text: str, begins: bool = False, ended: Generation | None = None) -> str:
+        shown = {"delta": {}} if self._kind == "chat" and ended else self._text(text, "delta")
+        if self._kind == "chat" and not begins:
+            shown["delta"].pop("role", None)
+        reason = None if ended is None else ended.finish_reason
+        logprobs = None if ended is None else self._logprobs(ended)
+        choice = {"index": 0, **shown, "finish_reason": reason, "logprobs": logprobs}
+        sources = self._sources if begins else {}
+        return _event({**self._head, **sources, "object": _CHUNK[self._kind], "choices": [choice]})
+
+    def _text(self, text: str, part: str) -> dict[str, Any]:
+        return {part: {"role": "assistant", "content": text}} if self._kind == "chat" else {"text": text}
+
+    def _logprobs(self, answer: Generation) -> Mapping[str, Any] | None:
+        shape = as_openai if self._kind == "chat" else as_openai_completion
+        return None if answer.logprobs is None else shape(answer.logprobs)
 
 
 def usage(answers: Sequence[Generation]) -> dict[str, int]:
@@ -28,44 +98,5 @@ def usage(answers: Sequence[Generation]) -> dict[str, int]:
     }
 
 
-def whole(kind: Kind, head: dict[str, Any], answers: Sequence[Generation]) -> dict[str, Any]:
-    """A reply with all of the answers; `head` has id, model and time."""
-    choices = [
-        {
-            "index": index,
-            **_text(kind, answer.text, "message"),
-            "finish_reason": answer.finish_reason,
-            "logprobs": _logprobs(kind, answer),
-        }
-        for index, answer in enumerate(answers)
-    ]
-    return {**head, "object": _WHOLE[kind], "choices": choices, "usage": usage(answers)}
-
-
-def chunk(kind: Kind, head: dict[str, Any], text: str, first: bool = False, ended: Generation | None = None) -> str:
-    """A server-sent event with a piece of the answer; or, once it ended, with the reason and all log-probabilities."""
-    shown = {"delta": {}} if kind == "chat" and ended else _text(kind, text, "delta")
-    if kind == "chat" and not first:
-        shown["delta"].pop("role", None)
-    reason = None if ended is None else ended.finish_reason
-    logprobs = None if ended is None else _logprobs(kind, ended)
-    choice = {"index": 0, **shown, "finish_reason": reason, "logprobs": logprobs}
-    return event({**head, "object": _CHUNK[kind], "choices": [choice]})
-
-
-def last_chunk(kind: Kind, head: dict[str, Any], answer: Generation) -> str:
-    """The server-sent event with the token counts."""
-    return event({**head, "object": _CHUNK[kind], "choices": [], "usage": usage([answer])})
-
-
-def event(body: dict[str, Any]) -> str:
+def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-def _text(kind: Kind, text: str, part: str) -> dict[str, Any]:
-    return {part: {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
-
-
-def _logprobs(kind: Kind, answer: Generation) -> Mapping[str, Any] | None:
-    shape = as_openai if kind == "chat" else as_openai_completion
-    return None if answer.logprobs is None else shape(answer.logprobs)

@@ -13,9 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
+from ctx_compress_rag.decoding.structured import json_tokens
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError
+from ctx_compress_rag.server.guard import Limits
 from ctx_compress_rag.strict import explain_fault
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
@@ -42,18 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
-}
-# Why others are refused.
-_NOT_SERVED = {
-    "n": "one answer is given",
-    "best_of": "one answer is given",
-    "tools": "this model calls no tools",
-    "tool_choice": "this model calls no tools",
-    "functions": "this model calls no tools",
-    "frequency_penalty": "tokens have no penalties",
-    "presence_penalty": "tokens have no penalties",
-    "logit_bias": "tokens have no biases",
-    "reasoning_effort": "this model does not reason apart",
 }
 
 
@@ -164,15 +155,19 @@ class Generate(_Request, SamplingOptions):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def sampling(self, default: int, most: int | None = None, extractive: bool = False) -> Sampling:
-        """How to answer: with at most `default` tokens if the client gives no limit, and never more than `most`.
+    def sampling(self, limits: Limits, config: BundleConfig, extractive: bool = False) -> Sampling:
+        """How to answer, within the limits of the server; `config` is that of the bundle that answers.
 
         `extractive` holds for answers that are not JSON, if the client does not say.
         """
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
-        given.setdefault("extractive", extractive and "json_schema" not in given)
-        given["max_tokens"] = min(given.get("max_tokens", default), most or sys.maxsize)
+        is_json = "json_schema" in given
+        given.setdefault("extractive", extractive and not is_json)
+        default = limits.answer_tokens
+        if is_json and config.extractive:
+            default = min(default, json_tokens(config.name))
+        given["max_tokens"] = min(given.get("max_tokens", default), limits.longest_answer or sys.maxsize)
         return Sampling(**given)
 
     def _own_options(self) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_missing_passages(bundle: Any, store: SoftContextStore, caplog: pytest.L
 def test_wrong_arguments_are_refused(bundle: Any, store: SoftContextStore, make_tiny_bundle: Any) -> None:
     wrong: list[tuple[str, Any]] = [("on_unreadable", "skip"), ("batch_size", 0), ("max_prompt_tokens", 0)]
     for name, value in wrong:
-        with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+        with pytest.raises(ConfigError, match=name):
             Decoder(bundle, store, **{name: value})
     with pytest.raises(FingerprintMismatchError, match=bundle.fingerprint[:12]):
         Decoder(make_tiny_bundle(seed=9), store)

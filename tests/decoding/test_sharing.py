@@ -116,7 +116,7 @@ def test_an_error_while_streaming_reaches_the_consumer(decoder: Decoder, monkeyp
 
 def test_no_thread_is_left_behind(decoder: Decoder) -> None:
     list(decoder.stream(QUESTION, Sampling(max_tokens=2)))
-    wait_for(lambda: not any(thread.name.startswith("ctx-compress-stream") for thread in threading.enumerate()))
+    wait_for(lambda: not any(thread.name.startswith("ctx-compress-answers") for thread in threading.enumerate()))
 
 
 def test_eight_streams_take_the_passes_of_one(decoder: Decoder) -> None:

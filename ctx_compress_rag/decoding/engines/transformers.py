@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.engines.merging import check_mergeable
-from ctx_compress_rag.decoding.engines.sharing import BatchScheduler, Request, fail_all
+from ctx_compress_rag.decoding.engines.protocol import EngineOptions
+from ctx_compress_rag.decoding.engines.scheduling import Request, Scheduler
+from ctx_compress_rag.decoding.engines.sharing import LocalModel, RunningBatch, explained
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.transformers_internals import can_share
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.strict import as_positive_int
 
-BATCH_SIZE = 8
-"""Default for the most prompts in a forward pass."""
+_SCHEDULERS: WeakKeyDictionary[Backbone, Scheduler] = WeakKeyDictionary()
+_MAKING = threading.Lock()
 
 
 class TransformersEngine:
     """Answers with a bundle's own model; all engines of one model share its forward passes."""
 
-    def __init__(self, bundle: PlainDecoder, batch_size: int = BATCH_SIZE, merge: bool = False) -> None:
+    def __init__(self, bundle: PlainDecoder, options: EngineOptions) -> None:
         self._bundle = bundle
         _ = bundle.backbone.model  # loaded now rather than by the first question
-        self.batch_size = as_positive_int("batch_size", batch_size)
-        self._merge = merge
-        if merge:
+        self.batch_size, self._merge = options.batch_size, options.merge
+        if self._merge:
             check_mergeable(bundle)
 
     @property
@@ -44,24 +48,26 @@ class TransformersEngine:
             "merge": str(self._merge),
         }
 
-    def check(self, sampling: Sampling) -> None:
-        """Nothing is refused."""
-
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
         """See `protocol.Engine`; in a thread that holds the model, it ends before this returns."""
         backbone, canceled = self._bundle.backbone, threading.Event()
-        requests = [
-            Request(self._bundle, prompt, sampling, put, self.batch_size, stream, canceled, self._merge)
-            for prompt, put in zip(prompts, puts, strict=True)
-        ]
+        tokenizer, settings = self._bundle.tokenizer, backbone.generation_config
+        window, device = backbone.window, backbone.device
+        requests = []
+        for prompt, put in zip(prompts, puts, strict=True):
+            model = LocalModel(self._bundle, prompt.soft, self._merge)
+            answering = Answering(prompt, sampling, tokenizer, settings, window, device, put if stream else None)
+            requests.append(Request(model, prompt, answering, put, canceled, self.batch_size))
         if backbone.lock.held:  # another thread would wait for this one forever
             _answer_alone(requests)
         elif can_share(backbone.model):
-            BatchScheduler.of(backbone).add(requests)
+            with _MAKING:
+                scheduler = _SCHEDULERS.setdefault(backbone, Scheduler(RunningBatch))
+            scheduler.add(sorted(requests, key=lambda each: (each.prompt.soft, each.prompt.length)))
         else:
-            threading.Thread(target=_answer_alone, args=(requests,), name="ctx-compress-stream").start()
+            threading.Thread(target=_answer_alone, args=(requests,), name="ctx-compress-answers").start()
         return canceled.set
 
     def close(self) -> None:
@@ -74,7 +80,7 @@ def _answer_alone(requests: Sequence[Request]) -> None:
         try:
             answer = _generate(request)
         except BaseException as error:
-            fail_all([request], error)
+            request.deliver(explained(error, [request.prompt]))
         else:
             if answer is not None:
                 request.deliver(answer)
@@ -95,22 +101,20 @@ def _generate(request: Request) -> Generation | None:
     def ended(input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return torch.tensor([answer is not None or request.canceled.is_set()], device=input_ids.device)
 
-    batch = splice(request.bundle.backbone.embeddings, [request.prompt])
-    with request.open_model(batch.slot_mask) as model:
-        request.begin()
+    reader: LocalModel = request.read_by
+    batch = splice(reader.bundle.backbone.embeddings, [request.prompt])
+    with reader.open(batch.slot_mask) as model:
+        if request.canceled.is_set():
+            return None
         # `generate` would take what is not given here from the model's own settings, which the answer applies itself.
-        own, model.generation_config = model.generation_config, GenerationConfig()
-        settings = GenerationConfig(max_new_tokens=request.answering.limit, do_sample=False, num_beams=1)
-        try:
-            if not request.canceled.is_set():
-                model.generate(
-                    # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
-                    inputs_embeds=batch.inputs_embeds,
-                    attention_mask=batch.attention_mask,
-                    generation_config=settings,
-                    logits_processor=LogitsProcessorList([choose]),
-                    stopping_criteria=StoppingCriteriaList([ended]),
-                )
-        finally:
-            model.generation_config = own
+        without = copy.copy(model)
+        without.generation_config = GenerationConfig()
+        without.generate(
+            # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
+            inputs_embeds=batch.inputs_embeds,
+            attention_mask=batch.attention_mask,
+            generation_config=GenerationConfig(max_new_tokens=request.answering.limit, do_sample=False, num_beams=1),
+            logits_processor=LogitsProcessorList([choose]),
+            stopping_criteria=StoppingCriteriaList([ended]),
+        )
     return answer

@@ -15,6 +15,8 @@ import httpx
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import dtype_name, served
 from ctx_compress_rag.decoding.logprobs import TokenLogprob, from_openai
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
@@ -33,22 +35,12 @@ class VllmEngine:
     """Has a vLLM server answer, started with the command that `export` prints.
 
     Prompts with slots are sent as `prompt_embeds`, others as token ids, if their values are finite and their length
-    fits the server's window. Requests share connections. The bundle must be in the server's dtype; the options are
-    explained in `decoder.EngineOptions`.
+    fits the server's window. Requests share connections. The bundle must be in the server's dtype.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        server: str,
-        api_key: str | None = None,
-        timeout: float = 120.0,
-        max_retries: int = 2,
-    ) -> None:
-        if not timeout > 0:  # nor NaN
-            raise ConfigError(f"timeout={timeout}: give seconds, more than 0")
-        if max_retries < 0:
-            raise ConfigError(f"max_retries={max_retries}: give 0 or more")
+    def __init__(self, bundle: PlainDecoder, server: str, options: EngineOptions) -> None:
+        if not isinstance(bundle, Bundle):
+            raise ConfigError(f"engine={server!r} needs a bundle: this is a decoder alone")
         self._bundle = bundle
         self.server = server.rstrip("/").removesuffix("/v1")
         self._base, self._names = bundle.config.name, served(bundle)
@@ -62,9 +54,9 @@ class VllmEngine:
                 raise ValueError("it names no host or port")
             self._client: Any = openai.AsyncOpenAI(
                 base_url=f"{self.server}/v1",
-                api_key=api_key or "none",
-                timeout=openai.Timeout(timeout, connect=min(timeout, 10.0)),
-                max_retries=max_retries,
+                api_key=options.api_key.get_secret_value() if options.api_key else "none",
+                timeout=openai.Timeout(options.timeout, connect=min(options.timeout, 10.0)),
+                max_retries=options.max_retries,
             )
         except Exception as error:  # InvalidURL is no common class of the client's versions
             raise ConfigError(f"engine={server!r} is no address ({error}): give one, as http://host:8000") from error
@@ -74,15 +66,12 @@ class VllmEngine:
         """The address: how the server computes is not known."""
         return {"engine": self.server, "dtype": dtype_name(self._bundle.backbone.dtype)}
 
-    def check(self, sampling: Sampling) -> None:
-        """Refuse quotations, and settings of the decoder that a server does not apply."""
-        if sampling.extractive:
-            raise ConfigError(f"extractive answers need the decoder in this process, not {self.server}: {_HERE}")
-        self._repetition_penalty(sampling)
-
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
+        """See `protocol.Engine`."""
+        if sampling.extractive:
+            raise ConfigError(f"extractive answers need the decoder in this process, not {self.server}: {_HERE}")
         asked = [(self._body(prompt, sampling), prompt, put) for prompt, put in zip(prompts, puts, strict=True)]
         loop = _loop()
         futures = [

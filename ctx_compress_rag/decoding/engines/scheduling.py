@@ -1,0 +1,223 @@
+"""Many callers' prompts on one model: which are read when, and who gets the answers.
+
+A thread answers while there is something to answer, and then ends. Prompts join while others are being answered, and
+leave when they end: eight callers are answered nearly as fast as one batch of eight prompts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+
+from ctx_compress_rag.decoding.answering import Answering
+from ctx_compress_rag.decoding.sampling import Generation, Put
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.store.marker import current_scope
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 30
+_STEPS = 8  # passes of one group before the next group's turn
+_WORKERS: WeakSet[threading.Thread] = WeakSet()
+_ENDING = threading.Event()
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its answer so far.
+
+    Attributes:
+        read_by: what reads the prompt, hashable; only requests with the same one share passes.
+        put: gets the answer.
+        canceled: set when the answer is no longer wanted.
+        most: most requests in one of its passes.
+        scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
+    """
+
+    read_by: Any
+    prompt: Prompt
+    answering: Answering
+    put: Put
+    canceled: threading.Event
+    most: int
+    scope: str | None = field(default_factory=current_scope)
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """The position and the id of the answer's last token."""
+        ids = self.answering.ids
+        return self.prompt.length + len(ids) - 1, ids[-1]
+
+    def deliver(self, answer: Generation | BaseException) -> None:
+        """Give the caller the answer or error. What its own code raises is logged and stops no other request."""
+        if not self.canceled.is_set():
+            try:
+                self.put(answer)
+            except Exception:
+                logger.exception("a caller's `put` failed")
+
+
+class Group(ABC):
+    """The requests that one model answers.
+
+    Attributes:
+        waiting: those whose turn has not come.
+        new: those whose prompts are read next.
+        rows: those that have a token or more.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Request] = []
+        self.new: list[Request] = []
+        self.rows: list[Request] = []
+        self._ended: list[tuple[Request, Generation | Exception]] = []
+
+    @abstractmethod
+    def advance(self, turn_ends: Callable[[int], bool]) -> None:
+        """Read the new prompts, then give each row a token, or more passes until `turn_ends` of their number."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget what was read: the rows have failed."""
+
+    def has_room(self, row: Request, running: Sequence[Request]) -> bool:
+        """Whether a row can be answered beside these."""
+        return len(running) < row.most
+
+    def next(self) -> Request | None:
+        """The first to arrive from the scope with the fewest running rows; None while there is no room for it."""
+        running = [*self.rows, *self.new]
+        busy = Counter(row.scope for row in running)
+        row = min(self.waiting, key=lambda each: busy[each.scope], default=None)
+        return row if row is not None and self.has_room(row, running) else None
+
+    def admit(self) -> None:
+        while (row := self.next()) is not None:
+            self.waiting.remove(row)
+            if not row.canceled.is_set():
+                self.new.append(row)
+
+    def take(self, rows: Sequence[Request], scores: Tensor) -> list[bool]:
+        """Give rows their next tokens by scores (rows, vocabulary); returns which of them go on."""
+        going = []
+        for row, own, likeliest in zip(rows, scores, scores.argmax(-1).tolist(), strict=True):
+            answer: Generation | Exception | None
+            try:
+                answer = None if row.canceled.is_set() else row.answering.take(own, likeliest)
+            except Exception as error:  # from this row alone: its schema, or its caller's code
+                answer = error
+            if answer is not None:
+                self._ended.append((row, answer))
+            going.append(answer is None and not row.canceled.is_set())
+        return going
+
+    def hand_out(self) -> None:
+        """Give callers the answers that have ended."""
+        ended, self._ended = self._ended, []
+        for row, answer in ended:
+            row.deliver(answer)
+
+    def fail(self, error: BaseException) -> None:
+        """Give all who are being answered an error."""
+        self.hand_out()
+        failed, self.rows, self.new = [*self.rows, *self.new], [], []
+        self.clear()
+        for row in failed:
+            row.deliver(error)
+
+
+class Scheduler:
+    """Answers requests, from any thread, in a thread of its own.
+
+    Args:
+        group: makes the group of the requests that the same model reads.
+    """
+
+    def __init__(self, group: Callable[[Any], Group]) -> None:
+        self._changed = threading.Condition()
+        self._group = group
+        self._groups: dict[Any, Group] = {}
+        self._running = self._closed = False
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Answer requests; each gets its answer through its `put`.
+
+        Raises:
+            ConfigError: the scheduler is closed.
+        """
+        with self._changed:
+            self.check_open()
+            for group in self._groups.values():  # the prompts of canceled rows would stay in memory until their turn
+                group.waiting = [row for row in group.waiting if not row.canceled.is_set()]
+            for row in requests:
+                if row.read_by not in self._groups:
+                    self._groups[row.read_by] = self._group(row.read_by)
+                self._groups[row.read_by].waiting.append(row)
+            if not self._running:
+                self._running = True
+                thread = threading.Thread(target=self._run, name="ctx-compress-answers", daemon=True)
+                _WORKERS.add(thread)
+                thread.start()
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+    def close(self) -> None:
+        """End what runs and waits with an error, and answer nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._running)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._groups = {key: group for key, group in self._groups.items() if group.waiting or group.rows}
+                groups = list(self._groups.values())
+                if not groups or self._closed or _ENDING.is_set():
+                    for group in groups if self._closed else ():
+                        group.new, group.waiting = group.waiting, []
+                        group.fail(_closed())
+                    self._running = False
+                    self._changed.notify_all()
+                    return
+            for group in groups:
+                try:
+                    with self._changed:
+                        group.admit()
+                    group.advance(partial(self._turn_ends, group))
+                    # Only after the model is restored: the caller who gets the last answer may inspect the model.
+                    group.hand_out()
+                except BaseException as error:
+                    group.fail(error)
+
+    def _turn_ends(self, group: Group, passes: int) -> bool:
+        """Whether a group has had its turn: another waits, or a request that could be answered now."""
+        with self._changed:
+            others = [other for other in self._groups.values() if other is not group]
+            wanted = group.next() is not None or any(other.waiting and not other.rows for other in others)
+            return wanted or self._closed or _ENDING.is_set() or bool(others and passes >= _STEPS)
+
+
+def _closed() -> ConfigError:
+    return ConfigError("this engine is closed: make a new one")
+
+
+@atexit.register
+def _end() -> None:
+    """Stop answering when the program ends: a thread that Python ends inside native code aborts the process."""
+    _ENDING.set()
+    for thread in list(_WORKERS):
+        thread.join(_END_SECONDS)  # a thread that waits for a decoder which the caller still holds never ends
+    _ENDING.clear()
