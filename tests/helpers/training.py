@@ -32,7 +32,6 @@ POOLED = SLOTS | {"method": {"name": "mean_pooling"}}
 PREDICTOR = {"stage": "update_predictor", "demonstrations": 2, "inner_steps": 1, "inner_learning_rate": 0.1}
 PREDICTOR |= {"hidden": 8, "code": 4}
 STAGES: dict[str, dict[str, Any]] = {
-    "teacher": {"stage": "teacher", "tune": FULL},
     "adapter": {"stage": "teacher", "tune": LORA},
     "answer": {"stage": "answer", **POOLED},
     "answer, full": {"stage": "answer", **SLOTS, "method": {"name": "mean_pooling", "encoder": FULL, "decoder": FULL}},

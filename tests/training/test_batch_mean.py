@@ -20,7 +20,7 @@ def _step(folder: Path) -> list[float]:
     return [row["loss"], row["grad_norm"]]
 
 
-@pytest.mark.parametrize("stage", ["teacher", "answer", "repetition", *LEARNERS])
+@pytest.mark.parametrize("stage", ["adapter", "answer", "repetition", *LEARNERS])
 def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> None:
     optims = [{"steps": 1, "micro_batch_size": micro} for micro in (4, 1)]
     whole, parts = (_step(run_recipe(write_recipe(decoder, stage, tmp_path / str(i), optims[i]))) for i in (0, 1))
@@ -40,10 +40,10 @@ def test_processes_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> 
 def test_two_processes_resume_and_so_does_one(decoder: Path, tmp_path: Path) -> None:
     """Killed after two of four steps, or out of time in one of them: all end with the weights of one process."""
     steps = {"steps": 4, "save_every": 1}
-    run_recipe(write_recipe(decoder, "teacher", tmp_path / "whole", steps))
+    run_recipe(write_recipe(decoder, "adapter", tmp_path / "whole", steps))
     names = ("shared", "late", "alone")
     shared, late, alone = (
-        write_recipe(decoder, "teacher", tmp_path / name, {"micro_batch_size": 1, **steps}) for name in names
+        write_recipe(decoder, "adapter", tmp_path / name, {"micro_batch_size": 1, **steps}) for name in names
     )
     run_by(2, ("kill", alone, 2), ("hurry", late), ("kill", shared, 2), ("train", shared))
     for recipe in (alone, late):

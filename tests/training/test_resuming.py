@@ -16,6 +16,7 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe
 from helpers.forked import COMMAND, Forked
+from helpers.models import save_tiny_llama
 from helpers.training import UNLIKE, killed, losses, report, write_recipe
 
 
@@ -123,20 +124,27 @@ def test_checkpoints_of_edited_files_are_refused(decoder: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("read", ["teacher", "decoder", "bundle"])
-def test_checkpoints_of_a_retrained_input_are_refused(decoder: Path, tmp_path: Path, read: str) -> None:
+def test_checkpoints_of_a_retrained_input_are_refused(
+    decoder: Path, tiny_tokenizer: Any, tmp_path: Path, read: str
+) -> None:
     """A bundle must not be of a teacher, a decoder or an earlier bundle that is no longer there."""
-    first = {"teacher": "adapter", "decoder": "teacher", "bundle": "answer"}[read]
-    start = write_recipe(decoder, first, tmp_path / "start", {"steps": 2})
-    run_recipe(start)
     folder = tmp_path / "start" / ("bundle" if read == "bundle" else "")
+
+    def make(steps: int) -> None:
+        if read == "decoder":
+            save_tiny_llama(tiny_tokenizer, folder, num_hidden_layers=steps)
+        else:
+            stage = "adapter" if read == "teacher" else "answer"
+            run_recipe(write_recipe(decoder, stage, tmp_path / "start", {"steps": steps}))
+
+    make(2)
     changes = {"decoder": None, "method": None} if read == "bundle" else {}
     recipe = write_recipe(
         decoder, "distillation", tmp_path / "then", {"steps": 4, "save_every": 2}, **changes, **{read: str(folder)}
     )
     with killed(after=3):
         run_recipe(recipe)
-    write_recipe(decoder, first, tmp_path / "start", {"steps": 3})
-    run_recipe(start)
+    make(3)
     assert not is_finished(load_recipe(recipe))
     with pytest.raises(ConfigError, match=f"{folder}.*--no-resume"):
         run_recipe(recipe)

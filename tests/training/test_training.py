@@ -1,7 +1,6 @@
 """Training: the losses against the papers' equations, what is trained, and resuming."""
 
 import copy
-import json
 import random
 import shutil
 import time
@@ -13,7 +12,6 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.world.world import world_examples
@@ -215,6 +213,7 @@ def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> N
             {"optim": {"learning_rate": 1e-5, "final_learning_rate": 1e-5, "schedule": "linear"}},
             "final_learning_rate",
         ),
+        ("mean_pooling/teacher", {"tune": {"mode": "full"}}, "tune.mode is full"),
         ("mean_pooling/teacher", {"output": ""}, "output: .*it is empty: give a folder"),
         ("mean_pooling/teacher", {"data": {"files": []}}, "give files or texts"),
         ("mean_pooling/teacher", {"data": {"files": ["x.jsonl"], "templates": ["no places"]}}, "no places"),
@@ -265,28 +264,6 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: P
     assert (logits - untuned).abs().max() > 1e-2
     with pytest.raises(BundleError, match="adapter_config"):
         Bundle.build(bundle.config, bundle.backbone, teacher=tmp_path)
-
-
-def test_a_lora_teacher_is_trained_on(decoder: Path, tmp_path: Path) -> None:
-    """From its adapter, which a step of no size leaves as it is; its folder has no tokenizer and no weights."""
-
-    def train(start: str, output: str, rate: float, mode: str = "lora") -> dict[str, torch.Tensor]:
-        optim = {"steps": 1, "learning_rate": rate, "final_learning_rate": 0.0}
-        changes = {"decoder": str(tmp_path / start), "tune": {"mode": mode}}
-        recipe = write_recipe(decoder, "adapter", tmp_path / output, optim, **changes)
-        return load_file(run_recipe(recipe) / "adapter_model.safetensors")
-
-    first = train(str(decoder), "first", 0.5)
-    same, other = train("first", "same", 1e-12), train("first", "other", 0.5)
-    assert first.keys() == same.keys() == other.keys()
-    assert all(torch.allclose(same[name], first[name]) for name in first)
-    assert any(bool((first[name] != 0).all()) and not torch.allclose(other[name], first[name]) for name in first)
-    with pytest.raises(ConfigError, match=r"first.*lora"):
-        train("first", "full", 0.5, mode="full")
-    config = tmp_path / "first" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
-    with pytest.raises(ConfigError, match=r"first/adapter_config\.json"):
-        train("first", "nameless", 0.5)
 
 
 def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import padded
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.gguf import GgufDecoder
@@ -34,13 +31,13 @@ from ctx_compress_rag.training.recipe import register
 
 
 class TeacherRecipe(Recipe):
-    """Fine-tune a decoder, not a bundle, on question answering with full text.
+    """Train a LoRA adapter of a decoder on question answering with full text.
 
     Attributes:
-        decoder: a folder, hub id or GGUF file; or the folder of a LoRA teacher that an earlier stage made, whose
-            adapter is then trained further.
+        decoder: a folder, hub id or GGUF file.
         revision: the decoder's revision on the hub.
-        packing: pack prompts into rows; prompts without room in their batch are left out. For `tune.mode: lora`.
+        tune: the adapter.
+        packing: pack prompts into rows; prompts without room in their batch are left out.
     """
 
     stage: Literal["teacher"]
@@ -50,9 +47,9 @@ class TeacherRecipe(Recipe):
     packing: PackingConfig | None = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> TeacherRecipe:
-        if self.packing and self.tune.mode != "lora":
-            raise ValueError(f"packing needs tune.mode: lora, not {self.tune.mode}")
+    def _is_an_adapter(self) -> TeacherRecipe:
+        if self.tune.mode != "lora":
+            raise ValueError(f"tune.mode is {self.tune.mode}: a teacher is a LoRA adapter, so give lora")
         return self
 
 
@@ -140,42 +137,13 @@ class PackedTextData(Dataset[PackedRows]):
         return packer.packed()
 
 
-def save_decoder(decoder: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a decoder and its tokenizer as a transformers folder, in half precision, which the decoder then has."""
-    for parameter in decoder.parameters():
-        parameter.data = parameter.data.half()
-    decoder.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _started(recipe: TeacherRecipe) -> tuple[Any, Any]:
-    """The decoder to train and its tokenizer; with LoRA a new adapter, or the one that an earlier stage trained."""
-    from peft import PeftConfig, PeftModel, get_peft_model
-
-    name, revision, device = recipe.decoder, recipe.revision, training_device()
-    if isinstance(name, str) and (Path(name) / ADAPTER_CONFIG_FILE).exists():
-        if recipe.tune.mode != "lora":
-            raise ConfigError(f"{name} is a LoRA adapter: continue with `tune.mode: lora`, not {recipe.tune.mode}")
-        adapter = PeftConfig.from_pretrained(name)
-        if not adapter.base_model_name_or_path:  # made on a GGUF file
-            raise ConfigError(
-                f"{name}/{ADAPTER_CONFIG_FILE} does not name the adapter's decoder: save that decoder as a "
-                "transformers folder, and set base_model_name_or_path to its path"
-            )
-        base, tokenizer = load_decoder(adapter.base_model_name_or_path, revision or adapter.revision, device)
-        return PeftModel.from_pretrained(base, name, is_trainable=True), tokenizer
-    decoder, tokenizer = load_decoder(name, revision, device)
-    if recipe.tune.mode == "lora":
-        return get_peft_model(decoder, lora_config(recipe.tune), revision=revision), tokenizer
-    if recipe.tune.mode == "full":
-        return decoder.float().requires_grad_(True), tokenizer  # on a GPU it is in bfloat16, which loses small steps
-    return decoder, tokenizer
-
-
 def start(recipe: TeacherRecipe) -> Job:
     """Make the job that trains a decoder on the recipe's questions."""
+    from peft import get_peft_model
+
     examples: Any = load_examples(recipe)
-    decoder, tokenizer = _started(recipe)
+    base, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_device())
+    decoder = get_peft_model(base, lora_config(recipe.tune), revision=recipe.revision)
     builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
     data = recipe.data
     model: nn.Module
@@ -183,19 +151,15 @@ def start(recipe: TeacherRecipe) -> Job:
     if recipe.packing:
         examples = PackedTextData(builder, examples, recipe)
         collate = collate_packed
-        make_fast(decoder.get_base_model(), recipe.optim)
+        make_fast(base, recipe.optim)
         model = PackedTextLoss(decoder)
     else:
         collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
         model = AnswerLoss(decoder)
 
     def save(report: dict[str, Any]) -> None:
-        if recipe.tune.mode == "lora":
-            # A peft adapter folder: the `teacher` of a distillation recipe. By default peft would also ask the hub
-            # whether the embeddings were changed.
-            decoder.save_pretrained(recipe.output, save_embedding_layers=False)
-        else:
-            save_decoder(decoder, tokenizer, recipe.output)
+        # By default peft would also ask the hub whether the embeddings were changed.
+        decoder.save_pretrained(str(recipe.output), save_embedding_layers=False)
 
     micro = 1 if recipe.packing else None
     return Job(model, examples, collate, save, layers=layers_in([decoder]), micro_batch_size=micro)
