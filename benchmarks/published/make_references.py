@@ -249,26 +249,22 @@ def clara_family():
     sys.modules.setdefault("requests", types.ModuleType("requests"))
     import modeling_clara as upstream
 
-    qwen = Path(tempfile.mkdtemp(), "qwen")  # as its code knows a decoder without BOS: by this name
-    shutil.copytree(OUT / "lclm-4x/decoder", qwen)
     base = mistral(OUT / "mistral")
     settings = {
         "pisco": dict(model_type="COCOM", doc_max_length=128, compr_rate=16, training_stage="stage1"),
         "clara-instruct": dict(doc_max_length=256, compr_rate=16, training_stage="stage1_2", pure_inference=False),
         "clara-e2e-128": dict(doc_max_length=256, compr_rate=128, training_stage="stage2"),
-        "clara-qwen": dict(doc_max_length=64, compr_rate=16, training_stage="stage1"),
     }
-    kinds = [("pisco", ""), ("pisco", "first"), ("clara-instruct", ""), ("clara-e2e-128", ""), ("clara-qwen", "")]
-    for name, kind in kinds:
-        folder, decoder = OUT / name, qwen if name == "clara-qwen" else base
+    for name, kind in [("pisco", ""), ("pisco", "first"), ("clara-instruct", ""), ("clara-e2e-128", "")]:
+        folder = OUT / name
         if not folder.exists():
-            make_clara(folder, decoder, settings[name], upstream)
+            make_clara(folder, base, settings[name], upstream)
         loading = Path(tempfile.mkdtemp(), name)
         shutil.copytree(folder, loading)
         # What its evaluation passes, so that both adapters are loaded.
         trusted = json.loads((folder / "config.json").read_text())
         trusted |= {"pure_inference": True, "model_type": "CLaRa"}
-        trusted["decoder_model_name"] = str(with_tokenizer(decoder, kind))
+        trusted["decoder_model_name"] = str(with_tokenizer(base, kind))
         (loading / "config.json").write_text(json.dumps(trusted))
         model = upstream.CLaRa.from_pretrained(str(loading)).float().eval()
         keep(folder, clara_reference(model, upstream), kind)

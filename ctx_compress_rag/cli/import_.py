@@ -39,11 +39,11 @@ def import_(
     Prints licenses, downloads and memory first. Run again, the command fetches only what is not complete yet.
     """
     from ctx_compress_rag.published.importing import Import
-    from ctx_compress_rag.published.registry import formats
+    from ctx_compress_rag.published.registry import FORMATS
 
     quiet_models()
     if list_ or name is None:
-        for each in formats():
+        for each in FORMATS:
             for arguments, license in each.known:
                 print(f"{each.name:<8} {license:<14} {arguments}")
         return

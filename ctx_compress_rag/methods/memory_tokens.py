@@ -26,8 +26,8 @@ class MemoryTokensConfig(OneRatioConfig):
     Attributes:
         slots: memory tokens per window, whose length is `ratio` times this number.
         begin: learned vectors before each window.
-        bos: where the decoder's BOS comes: before every "window", before the "first" of a passage, as one of its
-            tokens, or "never".
+        bos: where the decoder's BOS comes: before every "window", or before the "first" of a passage, as one of its
+            tokens.
         eos: whether the decoder's end token comes after each window.
         equal: cut a passage into windows of equal length (ICAE), not into full ones and a rest.
         wrap: what the decoder reads around the slots.
@@ -36,7 +36,7 @@ class MemoryTokensConfig(OneRatioConfig):
     name: Literal["memory_tokens"] = "memory_tokens"
     slots: int = Field(gt=0)
     begin: int = Field(default=0, ge=0)
-    bos: Literal["window", "first", "never"] = "window"
+    bos: Literal["window", "first"] = "window"
     eos: bool = False
     equal: bool = False
     encoder: TuneConfig = TuneConfig()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -31,7 +30,6 @@ _PROMPT = (
 )
 
 _CLARA = "--subfolder compression-16 --decoder mistralai/Mistral-7B-Instruct-v0.2"
-_WITHOUT_THINKING = "{% set enable_thinking = false %}"
 
 
 class Pisco(Format):
@@ -80,14 +78,12 @@ class Pisco(Format):
         check_tensor_names(adapters, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
         layers = checkpoint.tensors(_LAYERS)
         rows = self._added_rows(checkpoint, layers, decoder, slots + 3)
-        bos = self._bos(decoder)
         tune = {"rank": rank, "alpha": 2 * rank}
         method: dict[str, Any] = {
             "name": "memory_tokens",
             "ratio": ratio,
             "slots": slots,
-            "begin": 1 + len(bos),
-            "bos": "never" if len(bos) else "window",
+            "begin": 1,
             "eos": True,
             "encoder": tune,
             "decoder": tune,
@@ -95,7 +91,6 @@ class Pisco(Format):
         }
         layers.setdefault(HEAD, layers[EMBEDDINGS])  # tied
         memory, _, begin, separator = rows.split([slots, 1, 1, 1])
-        template = str(decoder.tokenizer.chat_template)
         prompt = _PROMPT if takes_system(decoder.tokenizer) else _PROMPT.replace("|||", "\n")
         return Conversion(
             {
@@ -103,26 +98,16 @@ class Pisco(Format):
                 "base_ratio": ratio,
                 "max_tokens": ratio * slots,
                 "template": prompt,
-                "chat_template": _WITHOUT_THINKING + template if "enable_thinking" in template else None,
                 "separator": "",
                 "answer_tokens": 128,
             },
-            compressor={"memory": memory, "begin": torch.cat([begin, bos])},
+            compressor={"memory": memory, "begin": begin},
             reader={"wrap.before": separator[:0], "wrap.after": separator},
             adapters={
                 part: lora_only(adapters[name], layers, f"{checkpoint}: {name}")
                 for part, name in (("compressor", "encoder_adapter"), ("reader", "decoder_adapter"))
             },
         )
-
-    @staticmethod
-    def _bos(decoder: DecoderWithoutWeights) -> Tensor:
-        """What CLaRa's code takes for a decoder without BOS (Qwen): its first special token's embedding, (1, dim)."""
-        if decoder.tokenizer.bos_token_id is not None:
-            return decoder.vocabulary[:0]
-        if not (special := decoder.tokenizer.extra_special_tokens):
-            raise BundleError(f"the decoder {decoder.files} has no BOS: give the one it was trained with")
-        return decoder.token(str(special[0]))
 
     @staticmethod
     def _added_rows(
@@ -132,6 +117,8 @@ class Pisco(Format):
         check_tensor_names(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
         embeddings = layers[EMBEDDINGS]
         known = len(decoder.tokenizer)
+        if decoder.tokenizer.bos_token_id is None:
+            raise BundleError(f"the decoder {decoder.files} has no BOS: give the one it was trained with")
         if len(embeddings) != known + count:
             raise BundleError(
                 f"{checkpoint}: {_LAYERS} has embeddings of {len(embeddings)} tokens, and the decoder {decoder.files} "

@@ -1,13 +1,8 @@
-"""The published formats, and why some checkpoints cannot become bundles.
-
-Another package declares a `Format` class of its own as an entry point of the group `ctx_compress_rag.published`.
-"""
+"""The published formats, and why some checkpoints cannot become bundles."""
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
-from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.published.format import Format
 from ctx_compress_rag.published.icae import Icae
 from ctx_compress_rag.published.lclm import Lclm
@@ -15,32 +10,17 @@ from ctx_compress_rag.published.pisco import Pisco
 from ctx_compress_rag.published.remote_files import Checkpoint
 from ctx_compress_rag.published.xrag import Xrag
 
-_OWN: tuple[type[Format], ...] = (Lclm, Pisco, Xrag, Icae)
-
-
-def formats() -> list[Format]:
-    """The known formats, those of other packages last."""
-    found = [each() for each in _OWN]
-    for entry in entry_points(group="ctx_compress_rag.published"):
-        try:
-            found.append(entry.load()())
-        except Exception as error:
-            raise ConfigError(
-                f"the published format {entry.name!r} cannot be loaded ({type(error).__name__}: {error}): repair or "
-                "uninstall its package"
-            ) from error
-    return found
+FORMATS: tuple[Format, ...] = (Lclm(), Pisco(), Xrag(), Icae())
 
 
 def recognized(checkpoint: Checkpoint) -> Format:
     if reason := _refusal(checkpoint):
         raise BundleError(f"{checkpoint} cannot be imported: {reason}")
-    known = formats()
-    for each in known:
+    for each in FORMATS:
         if each.matches(checkpoint):
             return each
     inside = f", or name one of its folders {checkpoint.folders} as subfolder" if checkpoint.folders else ""
-    names = ", ".join(each.name for each in known)
+    names = ", ".join(each.name for each in FORMATS)
     raise BundleError(f"{checkpoint} is of no format known here ({names}): give another checkpoint{inside}")
 
 

@@ -17,7 +17,6 @@ CASES: dict[str, dict[str, Any]] = {
     "pisco": _MISTRAL,
     "clara-instruct": _MISTRAL,
     "clara-e2e-128": _MISTRAL,
-    "clara-qwen": {"decoder": str(CHECKPOINTS / "lclm-4x" / "decoder")},
     "xrag": {"encoder": str(CHECKPOINTS / "sfr")},
     "icae": _MISTRAL,
 }

@@ -3,15 +3,14 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -21,7 +20,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published import importing
 from ctx_compress_rag.published.importing import Import, import_published
-from ctx_compress_rag.published.registry import formats
+from ctx_compress_rag.published.registry import FORMATS
 from helpers.hub import COMMIT, Hub, running
 from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
 
@@ -168,7 +167,10 @@ def test_old_shards_beside_the_adapters_are_not_read(tmp_path: Path) -> None:
     assert torch.equal(made.compress([TEXTS["short"]])[0].slots, expected.slots)
 
 
-def test_a_decoder_named_by_a_path_of_its_authors_has_to_be_given(tmp_path: Path) -> None:
+def test_a_decoder_that_does_not_fit_has_to_be_replaced(tmp_path: Path) -> None:
+    """One without BOS, one named by a path of its authors, and none."""
+    with pytest.raises(BundleError, match="lclm-4x/decoder has no BOS"):
+        import_published(CHECKPOINTS / "pisco", tmp_path / "bundle", decoder=str(CHECKPOINTS / "lclm-4x/decoder"))
     with pytest.raises(ConfigError, match="/mnt/model.*--decoder"):
         import_published(CHECKPOINTS / "clara-instruct", tmp_path / "bundle")
     rewrite(CONFIG, drop("decoder_model_name"))(copied("pisco", tmp_path))
@@ -260,53 +262,58 @@ def test_a_changed_encoder_is_noticed(tmp_path: Path) -> None:
         bundle.compress([TEXTS["short"]])
 
 
-def command(hub: Hub, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
-    env.pop("HF_HUB_OFFLINE", None)
-    env.pop("TRANSFORMERS_OFFLINE", None)
-    line = [sys.executable, "-m", "ctx_compress_rag.cli", "import", *arguments]
-    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture
-def hub(tmp_path: Path) -> Any:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that this process takes for the real one, with an empty cache."""
     checkpoint = copied("pisco", tmp_path)
     (checkpoint / "model-00001-of-00002.safetensors").write_bytes(b"old" * 1000)
     folders = {"naver/pisco-mistral": checkpoint, "mistralai/Mistral-7B-Instruct-v0.2": CHECKPOINTS / "mistral"}
     with running(Hub(folders)) as served:
+        reach(served.address, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         yield served
 
 
-def test_the_command_imports_from_the_hub_what_is_needed_at_one_commit(hub: Hub, tmp_path: Path) -> None:
+def reach(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+
+
+def test_the_command_imports_from_the_hub_what_is_needed_at_one_commit(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After an interruption, too, and then without sending again what is complete."""
     layers = hub.folders["naver/pisco-mistral"] / LAYERS
     hub.cut[ADAPTERS] = 1000
-    out, cache = tmp_path / "bundle", tmp_path / "cache"
-    command(hub, cache, "naver/pisco-mistral", str(out))
-    done = command(hub, cache, "naver/pisco-mistral", str(out)) if not out.exists() else None
-    assert done is None or done.returncode == 0, done.stderr
+    out = tmp_path / "bundle"
+    main(["import", "naver/pisco-mistral", str(out)])
+    assert out.exists() or main(["import", "naver/pisco-mistral", str(out)]) == 0
     assert hub.sent[f"naver/pisco-mistral/{LAYERS}"] == layers.stat().st_size
     config = json.loads((out / "config.json").read_text())
     assert (config["decoder"], config["revision"]) == ("mistralai/Mistral-7B-Instruct-v0.2", COMMIT)
     assert config["source"]["licenses"]["checkpoint"] == "cc-by-nc-4.0"
     assert config["source"]["revision"] == COMMIT and config["source"]["name"] == "naver/pisco-mistral"
     assert not any("00001" in name for name in hub.sent)
-    again = command(hub, cache, "naver/pisco-mistral", str(out))
-    assert again.returncode == 2 and "has files" in again.stderr
+    assert main(["import", "naver/pisco-mistral", str(out)]) == 2 and "has files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("fault", "named"), [("gated", "hf auth login"), ("missing", "nobody/nothing"), ("down", "cannot fetch")]
 )
-def test_a_hub_that_refuses_is_explained(hub: Hub, fault: str, named: str, tmp_path: Path) -> None:
+def test_a_hub_that_refuses_is_explained(
+    hub: Hub, fault: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "nobody/nothing" if fault == "missing" else "naver/pisco-mistral"
     if fault == "gated":
         hub.gated.add("mistralai/Mistral-7B-Instruct-v0.2")
     if fault == "down":
-        hub.address = "http://127.0.0.1:9"
-    done = command(hub, tmp_path / "cache", name, str(tmp_path / "out/bundle"))
-    assert done.returncode == 2
-    assert named in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+        reach("http://127.0.0.1:9", monkeypatch)
+    with pytest.raises(BundleError, match=named) as caught:
+        import_published(name, tmp_path / "out" / "bundle")
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
@@ -322,20 +329,4 @@ def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path, capsys
     dry = shown(checkpoint)
     assert dry and out.startswith(dry)
     listed = [line.split()[0] for line in shown("--list").splitlines()]
-    assert set(listed) <= {each.name for each in formats()} and len(listed) == sum(len(f.known) for f in formats())
-
-
-def test_another_packages_format_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its entry point, from data files alone; one that cannot be loaded is named."""
-    about = tmp_path / "other_format-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other-format\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[ctx_compress_rag.published]\nother = other_format:Other\n")
-    code = "from ctx_compress_rag.published.pisco import Pisco\n\n\nclass Other(Pisco):\n    name = 'other'\n"
-    (tmp_path / "other_format.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert [each.name for each in formats()][-1] == "other"
-    monkeypatch.delitem(sys.modules, "other_format")
-    (tmp_path / "other_format.py").write_text("import nothing_like_it\n")
-    with pytest.raises(ConfigError, match="'other'"):
-        formats()
+    assert set(listed) <= {each.name for each in FORMATS} and len(listed) == sum(len(each.known) for each in FORMATS)
