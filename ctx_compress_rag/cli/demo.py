@@ -33,4 +33,3 @@ def demo(
     questions = len(report.systems[0].answers)
     print(f"retrieval found every passage needed for {report.retrieved} of {questions} questions\n")
     print(report.tables)
-    print(f"\nscore against ratio: {report.picture.resolve()}")

@@ -89,8 +89,9 @@ def index(
     shared.quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, repair=repair)
-    what, name = f"{report.files} {given.kind} in {path}", opened.bundle.config.name
-    print(shared.printable(_compressed(what, report.added, report.unchanged, name)))
+    what, config = f"{report.files} {given.kind} in {path}", opened.bundle.config
+    with_what = f"{config.name}, which reads {config.reads}"
+    print(shared.printable(_compressed(what, report.added, report.unchanged, with_what)))
     if skipped := given.skipped():
         print(shared.printable(skipped))
     if report.replaced or report.pruned:

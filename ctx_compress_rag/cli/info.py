@@ -20,11 +20,10 @@ def info(
 ) -> None:
     """Print what an index holds."""
     from ctx_compress_rag.indexing.index import inspect_index
-    from ctx_compress_rag.indexing.index import prune as prune_index
 
+    found = inspect_index(store, prune)
     if prune:
-        print(f"deleted soft contexts without a passage: {len(prune_index(store))}")
-    found = inspect_index(store)
+        print(f"deleted soft contexts without a passage: {len(found.orphans)}")
     kept = found.store
     rows = {
         "bundle": f"{kept.bundle} ({found.bundle_name})",
@@ -38,7 +37,7 @@ def info(
         "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own data",
         "payload share": f"{kept.payload_share or 0:.0%}",
     }
-    if found.orphans:
+    if found.orphans and not prune:
         rows["orphans"] = f"{len(found.orphans):,} soft contexts without a passage (--prune deletes them)"
     for name, value in rows.items():
         print(f"{name:<14} {value}")

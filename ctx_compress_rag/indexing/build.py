@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import chromadb
-import regex
 from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
@@ -20,20 +19,11 @@ from ctx_compress_rag.indexing.chunking import chunk
 from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
 from ctx_compress_rag.indexing.inputs import Input, as_text
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
-from ctx_compress_rag.store.passage import passages_in
 
 logger = logging.getLogger(__name__)
 
 _CHECKED = 200
 """How many records are looked at for damage, or another key; reading meets what is damaged beside them."""
-_WORDS = regex.compile(r"(?<![\p{L}\p{N}])[\p{Ll}\p{Lo}\p{M}]{2,}(?![\p{L}\p{N}])")
-"""Words that are no names: with names, numbers and code, English has as many tokens as other languages."""
-_ENGLISH = "the flood took the old mill on the river and its owner sold what was left to the town which built a school"
-_FOREIGN = 1.4
-"""Tokens per letter, of those of English, from which a language is little known. Measured with the tokenizer of
-SmolLM2: 0.7 to 1.1 in English texts, 1.4 in Italian, 1.6 to 2.1 in seven other European languages, more elsewhere."""
-_LETTERS = 40
-"""How many letters are enough to tell."""
 
 
 @dataclass(frozen=True)
@@ -58,44 +48,6 @@ class IndexReport:
     moved: tuple[str, ...] = ()
 
 
-class Fit:
-    """Collects the ids of passages that a bundle reads badly, to warn of them once.
-
-    They are too long for its window, or in a language that its tokenizer hardly knows.
-    """
-
-    def __init__(self, bundle: Bundle) -> None:
-        self._bundle = bundle
-        self._long: list[str] = []
-        self._foreign: list[str] = []
-        self._most = _FOREIGN * self._tokens(_ENGLISH) / len(_ENGLISH)
-
-    def look(self, passage: Passage) -> None:
-        if self._tokens(passage.text) > self._bundle.config.max_tokens:
-            self._long.append(str(passage.id))
-        words = " ".join(_WORDS.findall(passage.text))
-        if len(words) >= _LETTERS and self._tokens(words) > self._most * len(words):
-            self._foreign.append(str(passage.id))
-
-    def warn(self) -> None:
-        name, window = self._bundle.config.name, self._bundle.config.max_tokens
-        if self._long:
-            logger.warning(
-                "%d passages (first: %s) are longer than the %d tokens that %s reads at a time, and are compressed in "
-                "parts: shorter ones are answered better",
-                *(len(self._long), self._long[0], window, name),
-            )
-        if self._foreign:
-            logger.warning(
-                "%d passages (first: %s) take far more tokens than English: the decoder of %s hardly knows their "
-                "language, and will answer badly",
-                *(len(self._foreign), self._foreign[0], name),
-            )
-
-    def _tokens(self, text: str) -> int:
-        return len(self._bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
 class _Cut:
     """Iterates lazily over the passages of an input, and keeps their ids and sources, but no texts."""
 
@@ -108,7 +60,6 @@ class _Cut:
         self.sources: set[str] = set()  # only those of passages stored before
         self.files = 0
         self.bytes = 0
-        self.fit = Fit(index.bundle)
         self._known = set(self.stored.values()).union(*(sources.values() for sources in self.elsewhere.values()))
         self._given, self._tokenizer, self._chunk_tokens = given, index.bundle.tokenizer, chunk_tokens
 
@@ -123,8 +74,6 @@ class _Cut:
                 passage = make_passage(part, text.source, self.root)
                 if passage.id not in self.ids:
                     self.ids.add(str(passage.id))
-                    if passage.id not in self.stored:
-                        self.fit.look(passage)
                     yield passage
             self.bytes = end
 
@@ -153,7 +102,7 @@ def update_index(
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
     are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
-    read stay. A row of JSONL counts as a file. Passages that the bundle reads badly are warned of.
+    read stay. A row of JSONL counts as a file.
 
     Args:
         index: the index.
@@ -187,7 +136,6 @@ def update_index(
     moved = cut.moved()
     gone += [id for sources in moved.values() for id in sources]
     index.remove(stale + gone if prune else stale)
-    cut.fit.warn()
     return IndexReport(
         files=cut.files,
         added=added,
@@ -221,12 +169,5 @@ def compress_collection(
         names = ", ".join(sorted(each.name for each in client.list_collections()))
         raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
     loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
-    passages = list(passages_in(collection))
     with SoftContextStore(collection, loaded, codec=codec) as store:
-        done = store.add(passages)
-    if done.added or done.updated:
-        fit = Fit(loaded)
-        for passage in passages:
-            fit.look(passage)
-        fit.warn()
-    return done
+        return store.add(collection)

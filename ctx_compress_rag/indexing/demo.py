@@ -13,8 +13,6 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answering import FULL, NONE, prompt_of
-from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
 from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
 from ctx_compress_rag.marking.mark import mark
@@ -63,23 +61,20 @@ class DemoReport:
         stored: how many passages were compressed now, and how many before.
         retrieved: for how many of the questions retrieval found every passage needed.
         systems: full text, what the bundle shows by default at each ratio, finest first, no context.
-        picture: the plot of score against ratio, a PNG.
     """
 
     stored: Added
     retrieved: int
     systems: list[DemoSystem]
     tables: str
-    picture: Path
 
 
 def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
     """Index the demo's corpus in a Chroma folder, and ask its questions with each kind of context.
 
-    The plot is saved beside the folder, under its name with `.png`. A second run compresses nothing. `bundle` takes the
-    place of the folder's own, or of the shipped one if the folder has none.
+    A second run compresses nothing. `bundle` takes the place of the folder's own, or of the shipped one if the folder
+    has none.
     """
-    folder = Path(folder)
     corpus = wikipedia_corpus()
     with open_index(folder, bundle, create=True) as index:
         stored = _add(index, corpus, progress)
@@ -92,7 +87,6 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
         retrieved=sum({hit.id for hit in found} >= ids for ids, found in zip(needed, hits, strict=True)),
         systems=systems,
         tables=_tables(corpus, systems, hits),
-        picture=_draw(systems, folder.with_name(f"{folder.name}.png")),
     )
 
 
@@ -169,16 +163,6 @@ def _tables(corpus: Corpus, systems: Sequence[DemoSystem], hits: list[list[Hit]]
         [18] * 5,
     )
     return f"{answers}\n\n{scores}\n\npassages: {LICENSE}"
-
-
-def _draw(systems: Sequence[DemoSystem], path: Path) -> Path:
-    soft = [s for s in systems if s.ratio]
-    curve = Curve("compressed", [(s.ratio or 0, s.score, standard_error(s.scores)) for s in soft])
-    levels = {s.label: s.score for s in systems if not s.ratio}
-    count = len(systems[0].scores)
-    return plot_scores(
-        path, [curve], levels, title=f"{count} questions, paragraphs of Wikipedia (bars: standard error)"
-    )
 
 
 def _table(header: list[str], rows: list[list[str]], widest: list[int]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -91,7 +91,6 @@ class PassageIndex:
     """Passages to retrieve, and their soft contexts. Open one with `open_index`.
 
     Attributes:
-        bundle_name: the bundle's address, recorded in a new index.
         embedder: the sentence encoder that passages and questions are compared with.
         interrupted: whether a process was killed while it wrote to the folder, and `mend` has not been called since.
     """
@@ -101,7 +100,6 @@ class PassageIndex:
         self.folder = place.folder
         self.bundle = bundle
         self.embedder = embedder
-        self.bundle_name = bundle_name
         self.store = SoftContextStore(place, bundle, collection=COLLECTION, codec=codec)
         about = {BUNDLE_KEY: bundle_name, EMBEDDER_KEY: embedder}
         self._passages = PassageCollection(place, COLLECTION, _COSINE, about)
@@ -248,8 +246,8 @@ def open_index(
 class IndexInfo:
     """What is in an index: the store's figures, the addresses of bundle and embedder, the number of sources.
 
-    `orphans` are ids of soft contexts whose passage is not in the index: another program removed it, or a postprocessor
-    compressed a text under another id.
+    `orphans` are ids of soft contexts whose passage is not, or was not, in the index: another program removed it, or a
+    postprocessor compressed a text under another id.
     """
 
     store: StoreInfo
@@ -259,44 +257,23 @@ class IndexInfo:
     orphans: list[str]
 
 
-def inspect_index(folder: str | Path) -> IndexInfo:
-    """What is in an index, read without loading its bundle."""
-    with _recorded(folder) as (passages, soft):
-        about, (name, embedder) = soft.metadata(), passages.made_with()
-        return IndexInfo(
-            summarize(soft, about),
-            name or str(about["bundle"]),
-            embedder,
-            sum(len(set(sources.values())) for sources in passages.roots().values()),
-            _orphans(passages, soft),
-        )
-
-
-def prune(folder: str | Path) -> list[str]:
-    """Delete the orphans of an index; return their ids. Raises as `inspect_index` does, and StoreWriteError."""
-    with _recorded(folder) as (passages, soft):
-        orphans = _orphans(passages, soft)
-        soft.delete([record_id(id, DEFAULT_SCOPE) for id in orphans])
-    return orphans
-
-
-def _orphans(passages: PassageCollection, soft: Collection) -> list[str]:
-    if not passages.made_with()[0]:
-        return []
-    return sorted({passage_id(id) for id in soft.ids() if owned(id, DEFAULT_SCOPE)} - {*passages.ids()})
-
-
-@contextmanager
-def _recorded(folder: str | Path) -> Iterator[tuple[PassageCollection, Collection]]:
+def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
+    """What is in an index, read without loading its bundle; with `prune`, first delete the orphans."""
     check_there(folder)
     with closing(connect(str(folder))) as place:
-        soft = Collection(place, f"{COLLECTION}-ctx")
-        if not soft.metadata():
+        passages, soft = PassageCollection(place, COLLECTION), Collection(place, f"{COLLECTION}-ctx")
+        about, (name, embedder) = soft.metadata(), passages.made_with()
+        if not about:
             raise StoreError(
                 f"{place.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
                 "describes an app's own collection"
             )
-        yield PassageCollection(place, COLLECTION), soft
+        own = {passage_id(id) for id in soft.ids() if owned(id, DEFAULT_SCOPE)} if name else set()
+        orphans = sorted(own.difference(passages.ids()))
+        if prune:
+            soft.delete([record_id(id, DEFAULT_SCOPE) for id in orphans])
+        sources = sum(len(set(sources.values())) for sources in passages.roots().values())
+        return IndexInfo(summarize(soft, about), name or str(about["bundle"]), embedder, sources, orphans)
 
 
 def check_there(folder: str | Path, create: bool = False) -> None:

@@ -180,7 +180,9 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
     return Passage(text, name, _scalars(metadata))
 
 
-def listed_passages(documents: Iterable[object], ids: Iterable[str] | None = None) -> list[Passage]:
+def listed_passages(
+    documents: Iterable[object] | chromadb.Collection, ids: Iterable[str] | None = None
+) -> list[Passage]:
     """Check all documents, before any is written; return a passage for each, with an id.
 
     Args:

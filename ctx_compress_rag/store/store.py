@@ -115,7 +115,7 @@ class SoftContextStore(ProcessBound):
     @shielded
     def add(
         self,
-        documents: Iterable[object],
+        documents: Iterable[object] | chromadb.Collection,
         ids: Sequence[str] | None = None,
         progress: bool = True,
         scope: str | None = None,
