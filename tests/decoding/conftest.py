@@ -7,7 +7,7 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.store import SoftContextStore
-from helpers.decoding import PASSAGES, QUESTION
+from helpers.decoding import PASSAGES, prompts_of
 
 
 @pytest.fixture(scope="package")
@@ -29,13 +29,4 @@ def decoder(bundle: Any, store: SoftContextStore) -> Decoder:
 
 @pytest.fixture(scope="package")
 def prompts(store: SoftContextStore) -> list[Any]:
-    """With one passage, three, none; neighbors without text between them; raw and chat; several ratios."""
-    a, b, c = store.markers(["a", "b", "c"], ratio=4)
-    return [
-        [{"role": "user", "content": f"{a}\n\nQuestion: {QUESTION}"}],
-        [{"role": "user", "content": QUESTION}],
-        f"{a}{b}{store.marker('c', ratio=16)} {QUESTION}",
-        [{"role": "system", "content": f"Use this: {c}"}, {"role": "user", "content": QUESTION}],
-        "Who kept bees?",
-        b,
-    ]
+    return prompts_of(store)

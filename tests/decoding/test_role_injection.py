@@ -112,12 +112,6 @@ def test_only_the_chat_template_writes_control_tokens(framework: Any, bundle: Bu
     assert counts[0] == counts[1]
 
 
-def test_the_text_itself_is_all_there(bundle: Bundle) -> None:
-    attack = hostile(bundle)
-    assert "".join(text_parts(bundle.tokenizer, attack)) == attack
-    assert not set(text_tokens(bundle.tokenizer, attack).ids) & controls(bundle).keys()
-
-
 def test_a_text_that_spells_none_has_the_tokenizers_own_tokens(bundle: Bundle) -> None:
     for text in (*architectures.TEXTS, "a < b | c > d, [1] (2)\n\n  end", "<not a token>", ""):
         expected = bundle.tokenizer(text, add_special_tokens=False)["input_ids"]

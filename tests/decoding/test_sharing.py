@@ -70,15 +70,6 @@ def test_callers_with_settings_of_their_own_get_what_they_get_alone(decoder: Dec
     assert max(seen) > 2 and len(seen) < sum(answer.completion_tokens for answer in alone) / 2
 
 
-def test_a_batch_answers_as_each_prompt_alone(decoder: Decoder, prompts: list[Any]) -> None:
-    sampling = Sampling(max_tokens=12)
-    together = decoder.generate(prompts, sampling)
-    assert together == [decoder.generate([prompt], sampling)[0] for prompt in prompts]
-    assert [answer.slots > 0 for answer in together] == [True, False, True, True, False, True]
-    assert len({answer.text for answer in together}) == len(prompts)
-    assert decoder.generate([]) == []
-
-
 def test_the_consumer_may_generate_between_pieces_and_change_threads(decoder: Decoder) -> None:
     def consume() -> tuple[str, str]:
         stream = decoder.stream(QUESTION, Sampling(max_tokens=8))
@@ -103,15 +94,6 @@ def test_a_thread_that_holds_the_decoder_may_generate_and_stream(decoder: Decode
     [wanted] = decoder.generate([QUESTION], Sampling(max_tokens=4))
     first, *pieces, last = in_thread(consume)
     assert first == last == wanted and "".join(pieces) == wanted.text
-
-
-def test_an_error_while_streaming_reaches_the_consumer(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = decoder.stream(QUESTION)
-    monkeypatch.setattr(decoder.bundle.backbone.model, "forward", lambda **_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        in_thread(lambda: next(stream))
-    monkeypatch.undo()
-    assert decoder.generate([QUESTION], Sampling(max_tokens=1))
 
 
 def test_no_thread_is_left_behind(decoder: Decoder) -> None:

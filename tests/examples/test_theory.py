@@ -155,17 +155,6 @@ def test_projection_interface_moves_the_query_by_the_projected_documents(sizes: 
     torch.testing.assert_close(prediction, w1 @ (x + w_d @ found), **close)
 
 
-def test_the_weights_are_those_of_the_proof() -> None:
-    """Eq. 9, and P of step 5 with the factor -eta / N of eq. 10."""
-    p = projection_problem(seed=0, n=5, inputs=2, outputs=1, documents=3, width=1)
-    reads = torch.diag(torch.tensor([1.0, 1, 1, 1, 1, 0])).double()
-    value, output = torch.zeros(6, 6).double(), torch.zeros(6, 6).double()
-    value[5] = torch.tensor([*p.w1[0], *p.w2[0], -1])
-    output[5, 5] = -RATE / 5
-    actual = p.layer.query, p.layer.key, p.layer.value, p.layer.output
-    assert all(map(torch.equal, actual, (reads, reads, value, output)))
-
-
 @random_sizes
 @given(sizes=sizes)
 def test_attention_is_the_papers_formula(sizes: dict[str, int]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
+from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.scope import record_id
 
 PASSAGES = {
@@ -21,6 +22,19 @@ PASSAGES = {
 }
 QUESTION = "Where was Orla Drumwell born?"
 WAIT = 120  # seconds after which a test counts as hanging; nothing here takes a fraction of it, but machines are shared
+
+
+def prompts_of(store: SoftContextStore) -> list[Any]:
+    """With one passage, three, none; neighbors without text between them; raw and chat; several ratios."""
+    a, b, c = store.markers(["a", "b", "c"], ratio=4)
+    return [
+        [{"role": "user", "content": f"{a}\n\nQuestion: {QUESTION}"}],
+        [{"role": "user", "content": QUESTION}],
+        f"{a}{b}{store.marker('c', ratio=16)} {QUESTION}",
+        [{"role": "system", "content": f"Use this: {c}"}, {"role": "user", "content": QUESTION}],
+        "Who kept bees?",
+        b,
+    ]
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

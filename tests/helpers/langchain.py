@@ -1,13 +1,13 @@
 """The parts of a LangChain RAG app for the tests: Chroma retrievers on disk, a tiny real decoder."""
 
 import asyncio
-import hashlib
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import chromadb
 import torch
@@ -58,14 +58,17 @@ def talkative_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
     return bundle
 
 
-class WordEmbeddings(Embeddings):
+def hashed_words(text: str) -> list[float]:
     """Counts of hashed words: enough for a retriever to rank by."""
+    vector = [0.0] * 128
+    for word in re.findall(r"\w{4,}", text.lower()):
+        vector[crc32(word.encode("utf-8", "replace")) % 128] += 1.0
+    return [value / (math.hypot(*vector) or 1.0) for value in vector]
 
+
+class WordEmbeddings(Embeddings):
     def embed_query(self, text: str) -> list[float]:
-        vector = [0.0] * 64
-        for word in re.findall(r"\w+", text.lower()):
-            vector[hashlib.md5(word.encode()).digest()[0] % 64] += 1.0
-        return [value / (math.hypot(*vector) or 1.0) for value in vector]
+        return hashed_words(text)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         return [self.embed_query(text) for text in texts]

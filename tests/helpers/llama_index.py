@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import chromadb
-import torch
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import Field
@@ -21,7 +19,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
-from helpers.langchain import QUESTION, TEXTS
+from helpers.langchain import QUESTION, TEXTS, hashed_words
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor
 
@@ -35,17 +33,13 @@ class HashedWords(BaseEmbedding):
     """Bags of hashed words: retrieval that is deterministic and needs no model."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
-        vector = torch.zeros(128)
-        for word in text.lower().split():
-            if len(word) > 3:
-                vector[crc32(word.strip(".,;?").encode("utf-8", "replace")) % 128] += 1.0
-        return torch.nn.functional.normalize(vector, dim=0).tolist()
+        return hashed_words(text)
 
     def _get_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
+        return hashed_words(query)
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
+        return hashed_words(query)
 
 
 class Events(BaseEventHandler):

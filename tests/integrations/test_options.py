@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,48 +9,32 @@ import pytest
 from ctx_compress_rag import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, RatioError
-from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
+from helpers.frameworks import FRAMEWORKS, LangChain
 from helpers.langchain import App
 
-PLAIN: dict[str, Any] = {"max_tokens": 24, "temperature": 2.0, "top_p": 0.9, "top_k": 40, "seed": 7}
-WRITTEN: dict[str, Any] = {"max_tokens": 24.0, "temperature": 2, "top_p": "0.9", "top_k": "40", "seed": 7.0}
-Ask = Callable[..., str]
+
+@FRAMEWORKS
+def test_options_are_the_decoders_sampling(app: App, framework: Any) -> None:
+    """In the words of people; those of a call come first, and None stands for those of the LLM."""
+    written = {"max_tokens": 24.0, "temperature": 2, "top_p": "0.9", "top_k": "40", "seed": 7.0, "stop": "xyz"}
+    sampling = Sampling(max_tokens=24, temperature=2.0, top_p=0.9, top_k=40, seed=7, stop=("xyz",))
+    plain, own = framework.llm(store=app.store), framework.llm(store=app.store, extractive=None, **written)
+    assert own.sampling({}) == own.sampling(dict.fromkeys(written)) == plain.sampling(written) == sampling
+    assert own.sampling({"max_tokens": 5, "stop": []}) == sampling.model_copy(update={"max_tokens": 5, "stop": ()})
+    [expected] = Decoder(app.bundle).generate([[{"role": "user", "content": "Hello"}]], sampling)
+    for ask in (framework.ask, framework.stream):
+        assert ask(own, "Hello") == ask(plain, "Hello", **written) == (expected.text, 0)
+    if framework is LangChain:
+        assert plain.bind(**written).invoke("Hello").text == expected.text
 
 
-def bound(llm: Any, prompt: str, **options: Any) -> Any:
-    return LangChain.ask(llm.bind(**options), prompt)
-
-
-@pytest.fixture(params=[LangChain.ask, bound, LangChain.stream, LlamaIndex.ask, LlamaIndex.stream])
-def ask(app: App, request: pytest.FixtureRequest) -> Ask:
-    """The answer of an LLM with options of its own and options of the call."""
-    llm = LlamaIndex.llm if "LlamaIndex" in request.param.__qualname__ else LangChain.llm
-    return lambda own, given: request.param(llm(store=app.store, **own), "Hello", **given)[0]
-
-
-def test_options_are_the_decoders_sampling(app: App, ask: Ask) -> None:
-    def answer(**options: Any) -> str:
-        return Decoder(app.bundle).generate([[{"role": "user", "content": "Hello"}]], Sampling(**options))[0].text
-
-    stop = answer(**PLAIN)[4:7]
-    given, written = PLAIN | {"stop": [stop]}, WRITTEN | {"stop": stop}
-    expected = answer(**given)
-    for name in given:  # each of them changes the answer
-        assert name == "max_tokens" or answer(**{k: v for k, v in given.items() if k != name}) != expected
-    assert ask(written, {}) == ask({}, written) == ask(PLAIN, {"stop": ["never there", stop]}) == expected
-    assert ask(given, {"stop": [], "max_tokens": 5}) == answer(**PLAIN | {"max_tokens": 5})
-    for name in [*given, "extractive"]:
-        assert ask(given, {name: None}) == expected
-    assert ask(given | {"top_k": None, "stop": None, "extractive": None}, {}) == answer(**PLAIN | {"top_k": 0})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("seed", 2**70), ("temperature", "warm"), ("max_length", 3), ("stop", [1]), ("top_k", -2)]
-)
-def test_impossible_and_unknown_options_are_refused(ask: Ask, name: str, value: Any) -> None:
-    for own, given in (({name: value}, {}), ({}, {name: value})):
-        with pytest.raises(ConfigError, match=name):
-            ask(own, given)
+@FRAMEWORKS
+@pytest.mark.parametrize(("name", "value"), [("temperature", "warm"), ("max_length", 3), ("stop", [1])])
+def test_impossible_and_unknown_options_are_refused(app: App, framework: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        framework.llm(store=app.store, **{name: value})
+    with pytest.raises(ConfigError, match=name):
+        framework.ask(framework.llm(store=app.store), "Hello", **{name: value})
 
 
 @FRAMEWORKS
@@ -60,9 +43,6 @@ def test_impossible_and_unknown_options_are_refused(ask: Ask, name: str, value: 
     [
         ({"ratio": 8, "token_budget": 20}, ConfigError, "ratio=8 and token_budget=20"),
         ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
-        ({"ratio": "many"}, ConfigError, "'many'"),
-        ({"ratio": 16.5}, ConfigError, "16.5"),
-        ({"token_budget": 0}, ConfigError, "token_budget=0"),
         ({"on_missing": "panic"}, ConfigError, "on_missing.*'panic'"),
         ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
         ({"rate": 8}, ConfigError, "rate"),

@@ -16,7 +16,6 @@ from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.selectors import LLMMultiSelector
 from llama_index.core.tools import QueryEngineTool
 
-from ctx_compress_rag import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, MissingExtraError
 from helpers import llama_index
@@ -42,19 +41,11 @@ def llama(app: App) -> CompressedContextLLM:
     return CompressedContextLLM(store=app.store, max_tokens=120)
 
 
-def test_rows_of_a_batch_are_constrained_each(app: App) -> None:
-    decoder = Decoder(app.bundle, app.store)
-    sampling = Sampling(max_tokens=120, temperature=1.5, seed=3, json_schema=Tower.model_json_schema())  # type: ignore[arg-type]
-    prompts = [[{"role": "user", "content": text}] for text in ("One?", "Of what is the other tower made?", "Third?")]
-    together = decoder.generate(prompts, sampling)
-    for prompt, answer in zip(prompts, together, strict=True):
-        Tower.model_validate_json(answer.text)
-        assert answer.finish_reason == "stop"
-        assert decoder.generate([prompt], sampling)[0].text == answer.text
-
-
-def test_a_pydantic_class_a_typed_dict_a_schema_and_a_tool(llm: ChatCompressedContext) -> None:
-    assert isinstance(llm.with_structured_output(Tower).invoke("The tower?"), Tower)
+async def test_a_pydantic_class_a_typed_dict_a_schema_and_a_tool(app: App, llm: ChatCompressedContext) -> None:
+    chain = CHAT | llm.with_structured_output(Tower, method="json_schema", strict=True)
+    given = {"context": app.store.marker("tower", 8), "input": "What is the tower made of?"}
+    for answer in (chain.invoke(given), await chain.ainvoke(given), *chain.stream(given)):
+        assert isinstance(answer, Tower)
     said = llm.with_structured_output(TowerDict).invoke("The tower?")
     assert isinstance(said, dict) and set(said) == {"built", "material"} and isinstance(said["built"], int)
     function = {"name": "Tower", "description": "A tower.", "parameters": Tower.model_json_schema()}
@@ -73,15 +64,6 @@ def test_a_pydantic_class_a_typed_dict_a_schema_and_a_tool(llm: ChatCompressedCo
 )
 def test_a_schema_of_any_root_is_enforced(llm: ChatCompressedContext, schema: dict[str, Any], kind: type) -> None:
     assert isinstance(llm.with_structured_output(schema).invoke("The tower?"), kind)
-
-
-async def test_in_a_chain_over_markers_sampled_streamed_and_async(app: App, llm: ChatCompressedContext) -> None:
-    warm = llm.model_copy(update={"temperature": 2.0, "seed": 1})
-    chain = CHAT | warm.with_structured_output(Tower, method="json_schema", strict=True)
-    given = {"context": app.store.marker("tower", 8), "input": "What is the tower made of?"}
-    assert isinstance(chain.invoke(given), Tower)
-    assert isinstance(await chain.ainvoke(given), Tower)
-    assert [type(piece) for piece in chain.stream(given)] == [Tower]
 
 
 def test_the_raw_message_and_what_went_wrong(llm: ChatCompressedContext) -> None:

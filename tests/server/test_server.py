@@ -8,8 +8,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
-from pydantic import SecretStr
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
@@ -98,25 +96,21 @@ def test_an_answer_goes_back_as_the_client_has_it(url: str, store: SoftContextSt
             assert reply.json()["choices"][0]["message"]["content"] == expected
 
 
-def test_completions_have_logprobs_in_their_own_shape(url: str) -> None:
-    for top in (0, 2):
-        choice = client(url).completions.create(model="tiny", prompt="Who kept bees?", logprobs=top).choices[0]
-        found = choice.logprobs
-        assert found is not None and "".join(found.tokens or []) == choice.text
-        assert max(found.token_logprobs or [1]) <= 0 and (found.text_offset or [])[1] == len((found.tokens or [])[0])
-        assert found.top_logprobs is None if top == 0 else {len(each) for each in found.top_logprobs or []} == {2}
-
-
 def test_logprobs_are_those_of_the_decoder(url: str, store: SoftContextStore, decoder: Decoder) -> None:
+    """In a chat's shape, whole and streamed, and in that of completions."""
     expected = directly(decoder, chat(store), logprobs=True, top_logprobs=2).logprobs
     asked: dict[str, Any] = {"model": "tiny", "messages": chat(store), "logprobs": True, "top_logprobs": 2}
-    whole = client(url).chat.completions.create(**asked).choices[0].logprobs
     *_, last = client(url).chat.completions.create(**asked, stream=True)
-    for found in (whole, last.choices[0].logprobs):
-        assert found is not None and found.content is not None
-        assert [each.token for each in found.content] == [each.token for each in expected]
-        assert [each.logprob for each in found.content] == pytest.approx([e.logprob for e in expected], abs=1e-4)
-        assert {len(each.top_logprobs) for each in found.content} == {2}
+    for choice in (client(url).chat.completions.create(**asked).choices[0], last.choices[0]):
+        found = choice.logprobs.content
+        assert [(each.token, len(each.top_logprobs)) for each in found] == [(each.token, 2) for each in expected]
+        assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected], abs=1e-4)
+    for top in (0, 2):
+        raw = client(url).completions.create(model="tiny", prompt="Who kept bees?", logprobs=top).choices[0]
+        found = raw.logprobs
+        assert found is not None and "".join(found.tokens or []) == raw.text
+        assert (found.text_offset or [])[1] == len((found.tokens or [])[0])
+        assert found.top_logprobs is None if top == 0 else {len(each) for each in found.top_logprobs or []} == {2}
 
 
 def test_completions_take_raw_prompts_one_or_several(url: str, store: SoftContextStore, decoder: Decoder) -> None:
@@ -145,17 +139,6 @@ def test_streams_give_the_answer_in_pieces(url: str, store: SoftContextStore, de
     assert [c.choices[0].finish_reason for c in chunks if c.choices] == [None] * (len(texts) - 1) + ["length"]
     assert chunks[-1].usage.prompt_tokens == expected.prompt_tokens
     assert len({c.id for c in chunks}) == 1
-
-
-def test_langchains_client(url: str, store: SoftContextStore, decoder: Decoder) -> None:
-    llm = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key=SecretStr(ANNA), max_retries=0)
-    text = f"{marker(store, 'tower')}\n\n{QUESTION}"
-    expected = directly(decoder, [{"role": "user", "content": text}])
-    answer = llm.invoke(text)
-    assert answer.content == expected.text
-    assert answer.usage_metadata is not None and answer.usage_metadata["input_tokens"] == expected.prompt_tokens
-    assert "".join(str(chunk.content) for chunk in llm.stream(text)) == expected.text
-    assert isinstance(llm.with_structured_output(Tower).invoke(text, max_tokens=100), Tower)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,6 +1,5 @@
 """The LangChain chat model: usage, sampling, refusals, streams, caching."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,38 +101,26 @@ def test_cache_is_keyed_by_what_the_answer_depends_on(
     assert app.llm(cache=cache).invoke(QUESTION).content == own
 
 
-@pytest.mark.parametrize("way", ["invoke", "batch", "ainvoke"])
-def test_stop_strings_of_the_model_are_part_of_the_cache_key(app: App, way: str) -> None:
-    cache = InMemoryCache()
-    whole = app.llm().invoke(QUESTION).content
+async def test_stop_strings_of_the_model_are_part_of_the_cache_key(app: App) -> None:
+    cache, whole = InMemoryCache(), app.llm().invoke(QUESTION).text
     stop = whole[len(whole) // 2 :][:3]
-
-    def ask(llm: Any) -> str:
-        if way == "batch":
-            return str(llm.batch([QUESTION])[0].content)
-        return str((llm.invoke(QUESTION) if way == "invoke" else asyncio.run(llm.ainvoke(QUESTION))).content)
-
     assigned = app.llm(cache=cache)
-    assert ask(app.llm(cache=cache)) == whole
-    assert ask(app.llm(cache=cache, stop=[stop])) == whole[: whole.index(stop)]
+    assert app.llm(cache=cache).invoke(QUESTION).text == whole
     assigned.stop = [stop]
-    assert ask(assigned) == whole[: whole.index(stop)]
-    assert ask(app.llm(cache=cache).bind(stop=[stop])) == whole[: whole.index(stop)]
-    assert ask(app.llm(cache=cache)) == whole
+    for llm in (assigned, app.llm(cache=cache, stop=[stop]), app.llm(cache=cache).bind(stop=[stop])):
+        for message in (llm.invoke(QUESTION), llm.batch([QUESTION])[0], await llm.ainvoke(QUESTION)):
+            assert message.text == whole[: whole.index(stop)]
+    assert app.llm(cache=cache).invoke(QUESTION).text == whole
 
 
 def test_logprobs_have_openais_shape(app: App) -> None:
-    [tower] = app.postprocessor().invoke(SOURCES[:1])
-    llm = app.llm(logprobs=True, top_logprobs=2)
-    message = llm.invoke(tower.page_content)
-    content = message.response_metadata["logprobs"]["content"]
-    assert "".join(each["token"] for each in content) == message.content
-    assert all(bytes(each["bytes"]).decode() == each["token"] for each in content)
-    assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] < 0 for each in content)
-    *_, last = app.llm().bind(logprobs=True).stream(tower.page_content)
-    assert [each["logprob"] for each in last.response_metadata["logprobs"]["content"]] == pytest.approx(
-        [each["logprob"] for each in content], abs=1e-4
-    )
+    marker, llm = app.store.marker("tower", 4), app.llm(logprobs=True, top_logprobs=2)
+    *_, last = app.llm().bind(logprobs=True, top_logprobs=2).stream(marker)
+    for message in (answer := llm.invoke(marker), last):
+        content = message.response_metadata["logprobs"]["content"]
+        assert "".join(each["token"] for each in content) == answer.text
+        assert all(bytes(each["bytes"]).decode() == each["token"] for each in content)
+        assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] < 0 for each in content)
 
 
 def test_a_chat_is_summarized_when_its_slots_fill_the_budget(app: App) -> None:

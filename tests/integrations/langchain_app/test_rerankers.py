@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_classic.retrievers.document_compressors import CrossEncoderReranker, DocumentCompressorPipeline
 from langchain_classic.retrievers.document_compressors.cross_encoder import BaseCrossEncoder
-from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate, format_document
 from langchain_core.retrievers import BaseRetriever
 
@@ -30,22 +29,13 @@ class Words(BaseCrossEncoder):
         return [float(len({*a.lower().split()} & {*b.lower().split()})) for a, b in text_pairs]
 
 
-class Copies(BaseDocumentCompressor):
-    """Makes documents anew from text and metadata, as clients of hosted rerankers do."""
-
-    def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> list[Document]:
-        scores = Words().score([(query, document.page_content) for document in documents])
-        best = documents[scores.index(max(scores))]
-        return [Document(best.page_content, metadata={"relevance_score": max(scores)})]
-
-
 class Plain(BaseRetriever):
     def _get_relevant_documents(self, query: str, **_: Any) -> list[Document]:
         return DOCUMENTS
 
 
-@pytest.mark.parametrize("reranker", [CrossEncoderReranker(model=Words(), top_n=1), Copies()], ids=["local", "hosted"])
-def test_rerankers_go_first_and_lose_no_compression_if_last(tmp_path: Path, reranker: BaseDocumentCompressor) -> None:
+def test_rerankers_go_first_and_lose_no_compression_if_last(tmp_path: Path) -> None:
+    reranker = CrossEncoderReranker(model=Words(), top_n=1)
     store = SoftContextStore(tmp_path, WordBundle(), key=b"k" * 32)
     postprocessor = CompressedContextPostprocessor(store=store)
     first = DocumentCompressorPipeline(transformers=[reranker, postprocessor])

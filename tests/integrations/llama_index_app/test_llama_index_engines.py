@@ -1,12 +1,10 @@
 """Every response mode, chat engine, citation and router engine of LlamaIndex; blocking, async and streamed."""
 
 import asyncio
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llama_index.core import get_response_synthesizer
 from llama_index.core.instrumentation.events.llm import LLMCompletionEndEvent
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine
@@ -76,17 +74,6 @@ async def test_context_only_is_expanded_and_generation_reads_none(app: App, even
     assert restore_sources(response) == app.nodes()
     written, _ = await ask(app.engine("generation"), way)
     assert written.strip() and [event.response.raw["slots"] for event in events.ended] == [0]
-
-
-def test_blocks_in_place_of_text(app: App, events: Events) -> None:
-    """Newer versions can hand nodes to the LLM as content blocks."""
-    if "multimodal" not in inspect.signature(get_response_synthesizer).parameters:
-        pytest.skip("this llama-index-core knows no multimodal synthesizers")
-    synthesizer = get_response_synthesizer(llm=app.llm(), multimodal=True)
-    nodes = app.postprocessor().postprocess_nodes(app.nodes())
-    response = synthesizer.synthesize(QUESTION, nodes)
-    app.check_calls(events)
-    assert restore_sources(response) == app.nodes()
 
 
 @pytest.mark.parametrize(

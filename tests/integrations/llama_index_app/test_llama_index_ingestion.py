@@ -13,7 +13,6 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
-from helpers.langchain import while_the_decoder_is_taken
 from helpers.llama_index import PASSAGES, QUESTION, App, HashedWords, index_in
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor, CompressSoftContext, restore_sources
@@ -104,8 +103,3 @@ def test_a_cached_pipeline_still_fills_a_new_store(
         cached = again.run(documents=documents)
         assert sorted(second.ids()) == sorted(node.node_id for node in cached)
         assert len(compressed) == len(nodes)
-
-
-async def test_the_event_loop_goes_on(store: SoftContextStore, app: App) -> None:
-    await while_the_decoder_is_taken(app.bundle, CompressSoftContext(store=store).acall([TextNode(text=PASSAGES[0])]))
-    assert len(store) == 1
