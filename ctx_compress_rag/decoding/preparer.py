@@ -80,7 +80,7 @@ class Preparer:
         in_raw = {marker: self._tokenizer.apart(text) for marker, text in texts_of.items()}
         said = dict(texts_of)
         if extractive and self.store is not None:
-            said |= self._found(self.store.bundle.compressor.text_of, list(soft), "some passages cannot be quoted")
+            said |= self._found(SoftContextStore.text_of, list(soft), "some passages cannot be quoted")
         prepared = []
         for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
@@ -172,10 +172,11 @@ class Preparer:
         if self.store is None:
             return {}, {}
         bundle = cast(Bundle, self.bundle)  # only a bundle has a store
-        reading = self.store.bundle.compressor
-        slots = self._found(reading.fetch, markers, "some slots cannot be read, so texts are used where possible")
+        slots = self._found(
+            SoftContextStore.fetch, markers, "some slots cannot be read, so texts are used where possible"
+        )
         lost = [marker for marker in markers if marker not in slots]
-        texts = self._found(reading.text_of, lost, "some passages cannot be read at all")
+        texts = self._found(SoftContextStore.text_of, lost, "some passages cannot be read at all")
         return {m: bundle.embed(soft) for m, soft in slots.items()}, {m: texts.get(m, m.text) for m in lost}
 
     def _found(

@@ -286,9 +286,7 @@ class Marking:
         store = self._store
         stored = [passage for passage in passages if passage.id is not None]
         ids, texts = [str(passage.id) for passage in stored], [passage.text for passage in stored]
-        rendered = store.bundle.compressor.render(
-            store, texts, ids, ratio=self._ratio, question=question, scope=self._scope
-        )
+        rendered = store.bundle.compressor.render(store, texts, ids, self._ratio, question, self._scope)
         for passage, text in zip(stored, rendered, strict=True):
             # Text that a method keeps may have the form of a marker.
             parts = store.split(text, self._scope, "text")
@@ -417,7 +415,7 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
 def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:
     # Count before joining: a short text may hold the marker of one long passage many thousand times.
     markers = [part for part in parts if isinstance(part, Marker)]
-    originals = iter(store.bundle.compressor.text_of(store, markers) if markers else ())
+    originals = iter(store.text_of(markers) if markers else ())
     texts = [next(originals) if isinstance(part, Marker) else part for part in parts]
     if markers and (length := sum(map(len, texts))) > most:
         raise ConfigError(

@@ -11,6 +11,7 @@ import chromadb
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreError
+from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.connect import Location, companion, connect
@@ -40,6 +41,7 @@ from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
 from ctx_compress_rag.store.records import Records, summarize
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import abandoned, shielded
+from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.strict import as_int, as_seconds
 
 _LEAST_TIMEOUT = 0.1
@@ -109,6 +111,7 @@ class SoftContextStore(ProcessBound):
         name, place = companion(location, collection), connect(location)
         self._records = Records(place, name, bundle, Signer(key, place), codec, ratio, *timeouts)
         self._writing = threading.Lock()
+        self._transient = TransientParts()
 
     # Writing
 
@@ -356,10 +359,16 @@ class SoftContextStore(ProcessBound):
             written.append(codec.write(plain_marker_id(found[id][1].marker), merged, -(-slots // merged), scope))
         return written
 
-    def transient_marker(self, *fields: str, slots: int, scope: str | None = None) -> str:
-        """A marker that the store signs, but that stands for slots elsewhere, which `fields` name; there may be 0."""
-        signer = self._records.signer
-        return signer.write(signer.transient(*fields), 1, slots, self._scope(scope))
+    def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:
+        """Markers of parts whose slots are kept in this object's memory, not stored.
+
+        Raises:
+            ConfigError: they need more slots than are kept.
+        """
+        signer, scope = self._records.signer, self._scope(scope)
+        written = [signer.write(signer.transient(*part.key), 1, part.soft.n_slots, scope) for part in parts]
+        self._transient.keep(dict(zip(written, parts, strict=True)))
+        return written
 
     def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Text parts and markers of a prompt, in order.
@@ -376,15 +385,17 @@ class SoftContextStore(ProcessBound):
             MissingPassageError: a passage was deleted or its text changed since the marker was written.
             PayloadError: a record is damaged.
         """
-        found = self._records.by_marker(markers)
+        kept, rest = self._transient.split(markers)
+        found = self._records.by_marker(rest)
         base = {key: record.soft_context(key) for key, record in dict(found.values()).items()}
-        return [base[found[marker][0]].merge(marker.factor) for marker in markers]
+        return [kept[m].soft if m in kept else base[found[m][0]].merge(m.factor) for m in markers]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
         """The texts that markers stand for, in order. Raises as `fetch` does."""
-        found = self._records.by_marker(markers)
+        kept, rest = self._transient.split(markers)
+        found = self._records.by_marker(rest)
         texts = {key: record.passage(key, self.fingerprint).text for key, record in dict(found.values()).items()}
-        return [texts[found[marker][0]] for marker in markers]
+        return [kept[m].text if m in kept else texts[found[m][0]] for m in markers]
 
     # Inside
 

@@ -148,7 +148,7 @@ def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[s
         else:
             texts[-1] += part
     ids = PromptTokenizer(bundle.tokenizer).encode(texts)
-    slots = [bundle.embed(soft) for soft in store.bundle.compressor.fetch(store, markers)]
+    slots = [bundle.embed(soft) for soft in store.fetch(markers)]
     row = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
     said: list[int] = []
     for _ in range(TOKENS):

@@ -15,9 +15,11 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.marking.mark import expand, mark
-from ctx_compress_rag.methods.ram.parts import RecentParts, SkimmedPart
+from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker
+from ctx_compress_rag.store.transient import TransientParts
 from helpers.ram import KEY, PASSAGES, QUESTION, ask, close_bundle, close_store
 
 
@@ -31,8 +33,8 @@ def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftConte
     return close_store(tmp_path_factory.mktemp("ram"), bundle)
 
 
-def part(n: int, slots: int) -> SkimmedPart:
-    return SkimmedPart(f"passage {n}", SoftContext(torch.zeros(slots, 2), torch.ones(slots).long()))
+def part(n: int, slots: int) -> TransientPart:
+    return TransientPart(f"passage {n}", SoftContext(torch.zeros(slots, 2), torch.ones(slots).long()), (str(n),))
 
 
 @given(
@@ -42,7 +44,7 @@ def part(n: int, slots: int) -> SkimmedPart:
 @settings(deadline=None, max_examples=60)
 def test_the_least_recently_used_go(most: int, steps: list[tuple[bool, int, int]]) -> None:
     """Against a plain list of what is kept, oldest first."""
-    kept, plain = RecentParts(most), OrderedDict[str, int]()
+    kept, plain = TransientParts(most), OrderedDict[str, int]()
     for put, n, slots in steps:
         name = str(n)
         if put and slots > most:
@@ -55,17 +57,16 @@ def test_the_least_recently_used_go(most: int, steps: list[tuple[bool, int, int]
             while sum(plain.values()) > most:
                 plain.popitem(last=False)
         else:
-            found = kept.get(name)
-            assert (found is not None) == (name in plain)
-            if found is not None:
-                assert found.text == f"passage {n}"
+            marker = Marker(name, 1, text=name)
+            found, gone = kept.split([marker])
+            assert (found != {}) == (gone == []) == (name in plain)
+            if found:
+                assert found[marker].text == f"passage {n}"
                 plain.move_to_end(name)
 
 
-def test_all_tenants_together_keep_so_many_slots(
-    bundle: Bundle, store: SoftContextStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bundle.compressor, "_parts", RecentParts(40))
+def test_all_tenants_together_keep_so_many_slots(store: SoftContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_transient", TransientParts(40))
     marked = {who: mark(store, PASSAGES, ratio=2, question=QUESTION, scope=who) for who in ("ann", "bob", "cy", "di")}
     with pytest.raises(MissingPassageError):
         [expand(store, text, "ann") for text in marked["ann"]]

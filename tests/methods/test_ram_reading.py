@@ -77,7 +77,7 @@ def test_texts_and_slots_are_the_papers(bundle: Bundle, store: SoftContextStore,
     marked = ask(store, ratio=ratio)
     assert [re.sub(r"\[\[ctx:.*?\]\]", "\0", text) for text in marked] == expected_texts
     _, found = read(store, marked)
-    softs = store.bundle.compressor.fetch(store, found)
+    softs = store.fetch(found)
     assert [m.slots for m in found] == [s.n_slots for s in softs]
     torch.testing.assert_close(
         torch.cat([s.slots for s in softs]).double(), torch.stack(expected_slots), atol=1e-4, rtol=1e-4
@@ -107,7 +107,7 @@ def test_nothing_is_lost_and_k_segments_are_kept(
     tokens = sum(len(ids) for ids in segments)
     k = tokens // (4 * ratio)
     skimmed = sum(m.slots for m in found)
-    kept_tokens = tokens - sum(s.n_tokens for s in store.bundle.compressor.fetch(store, found))
+    kept_tokens = tokens - sum(s.n_tokens for s in store.fetch(found))
     assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
     # The prompt's size, but for the edges of kept runs, which are tokenized with the prompt.
     size = sum(len(Decoder(bundle, store).preparer.token_ids(text)) for text in marked)
@@ -157,7 +157,7 @@ def test_what_cannot_be_served_is_refused(store: SoftContextStore) -> None:
 def test_segments_unlike_those_that_are_stored_are_noticed(tiny_tokenizer: Any, store: SoftContextStore) -> None:
     other = ram_bundle(tiny_tokenizer, segment_tokens=3).compressor
     with pytest.raises(FingerprintMismatchError, match="add it again"):
-        other.render(store, PASSAGES, [content_id(text) for text in PASSAGES], question=QUESTION)
+        other.render(store, PASSAGES, [content_id(text) for text in PASSAGES], 2, QUESTION, None)
 
 
 @pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])

@@ -1,11 +1,21 @@
-"""How a prompt shows stored passages: as markers, at which ratios, and what slots they stand for."""
+"""How a prompt shows stored passages: as markers, and at which ratios."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ctx_compress_rag.soft_context import SoftContext, merge_factor
+
+
+@dataclass(frozen=True)
+class TransientPart:
+    """A part of a passage: its text, the slots made of it for one question, if any, and what tells it from others."""
+
+    text: str
+    soft: SoftContext
+    key: tuple[str, ...]
 
 
 class PassageStore(Protocol):
@@ -21,13 +31,11 @@ class PassageStore(Protocol):
     def markers(
         self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[str]: ...
-    def transient_marker(self, *fields: str, slots: int, scope: str | None = None) -> str: ...
-    def fetch(self, markers: Sequence[Any]) -> list[SoftContext]: ...
-    def text_of(self, markers: Sequence[Any]) -> list[str]: ...
+    def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]: ...
 
 
 class PassageRenderer:
-    """How stored passages become markers in a prompt, and markers slots again.
+    """How stored passages become markers in a prompt.
 
     By default a marker stands for a stored passage's slots, merged if the ratio is coarser; the question plays no part.
 
@@ -55,14 +63,13 @@ class PassageRenderer:
         store: PassageStore,
         texts: Sequence[str],
         ids: Sequence[str],
-        *,
-        ratio: int | None = None,
-        question: str | None = None,
-        scope: str | None = None,
+        ratio: int | None,
+        question: str | None,
+        scope: str | None,
     ) -> list[str]:
         """Stored texts as a prompt shows them: markers, or kept text with markers in it.
 
-        By default at the finest ratio. Only methods that read passages question by question need the `question`.
+        `ratio` None is the finest. Only methods that read passages question by question need the `question`.
 
         Raises:
             ConfigError: the question is missing.
@@ -70,11 +77,3 @@ class PassageRenderer:
             MissingPassageError, PayloadError: see `SoftContextStore.markers`.
         """
         return store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)
-
-    def fetch(self, store: PassageStore, markers: Sequence[Any]) -> list[SoftContext]:
-        """The soft contexts that markers stand for, in order; raises as `SoftContextStore.fetch` does."""
-        return store.fetch(markers)
-
-    def text_of(self, store: PassageStore, markers: Sequence[Any]) -> list[str]:
-        """The texts that markers stand for, in order; raises as `SoftContextStore.text_of` does."""
-        return store.text_of(markers)

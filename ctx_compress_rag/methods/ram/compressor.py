@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,10 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, padded
-from ctx_compress_rag.methods.base.rendering import PassageStore
+from ctx_compress_rag.methods.base.rendering import PassageStore, TransientPart
 from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
-from ctx_compress_rag.methods.ram.parts import RecentParts, SkimmedPart
 from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import check_characters, text_ids
 
 _TOKENS_PER_BATCH = 8192
@@ -35,7 +32,6 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
     def __init__(self, backbone: Backbone, config: RamConfig) -> None:
         super().__init__(backbone, config.encoder)
         self.config = config
-        self._parts = RecentParts()
 
     def merge_factor(self, ratio: int, stored: int) -> int:
         """Refuse: the stored slots only serve to choose segments.
@@ -66,10 +62,9 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         store: PassageStore,
         texts: Sequence[str],
         ids: Sequence[str],
-        *,
-        ratio: int | None = None,
-        question: str | None = None,
-        scope: str | None = None,
+        ratio: int | None,
+        question: str | None,
+        scope: str | None,
     ) -> list[str]:
         """Render stored passages for the decoder: the segments that the question needs as text, the rest as markers.
 
@@ -78,7 +73,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         (eq. 6), neighboring skimmed segments share a marker, and kept segments are the passage's own text,
         character for character. The decoder tokenizes that text with the prompt around it: if it begins or
         ends within a word, the tokens at its edges may differ from those that were counted. The markers are for this
-        question and this bundle object: only its memory has their slots, and only the last 16,384.
+        question and this store object: only its memory has their slots, and only the last 16,384.
 
         `ratio` is the paper's alpha, how many times shorter all passages together become; by default the smallest that
         the bundle was trained for.
@@ -102,31 +97,13 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         segments = [segment for passage, run in runs for segment in passage.ids[run.start : run.end]]
         vectors = self.skim(segments, asked, _TOKENS_PER_BATCH)
         softs = slots_of_runs(vectors, torch.tensor([len(segment) for segment in segments]), layouts)
-        parts: dict[str, SkimmedPart] = {}
-        markers = []
-        for (passage, run), soft in zip(runs, softs, strict=True):
-            fields = (question, str(reduction), passage.text, *map(str, passage.span(run)))
-            markers.append(store.transient_marker(*fields, slots=soft.n_slots, scope=scope))
-            parts[markers[-1]] = SkimmedPart(passage.text_of(run), soft)
-        self._parts.keep(parts)
-        return with_holes(passages, layouts, iter(markers))
-
-    def fetch(self, store: PassageStore, markers: Sequence[Any]) -> list[SoftContext]:
-        """See `PassageRenderer.fetch`."""
-        kept, rest = self._split(markers)
-        stored = iter(store.fetch(rest))
-        return [kept[marker].soft if marker in kept else next(stored) for marker in markers]
-
-    def text_of(self, store: PassageStore, markers: Sequence[Any]) -> list[str]:
-        """See `PassageRenderer.text_of`."""
-        kept, rest = self._split(markers)
-        stored = iter(store.text_of(rest))
-        return [kept[marker].text if marker in kept else next(stored) for marker in markers]
-
-    def _split(self, markers: Sequence[Any]) -> tuple[dict[Any, SkimmedPart], list[Any]]:
-        """The parts that markers stand for, and the markers that stand for none that is kept."""
-        kept = {marker: part for marker in markers if (part := self._parts.get(marker.text))}
-        return kept, [marker for marker in markers if marker not in kept]
+        parts = [
+            TransientPart(
+                passage.text_of(run), soft, (question, str(reduction), passage.text, *map(str, passage.span(run)))
+            )
+            for (passage, run), soft in zip(runs, softs, strict=True)
+        ]
+        return with_holes(passages, layouts, iter(store.transient_markers(parts, scope)))
 
     def _checked(self, question: str | None) -> tuple[str, list[int]]:
         """The question and its token ids, if the model can read it."""

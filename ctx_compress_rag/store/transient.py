@@ -1,28 +1,20 @@
-"""Skimmed parts of passages, kept in memory for the prompts that show their markers."""
+"""Parts of passages with slots made for one question, kept in memory for the prompts that show their markers."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.methods.base.rendering import TransientPart
+from ctx_compress_rag.store.marker import Marker
 
 MAX_SLOTS = 16_384
 """How many slots are kept, of all tenants together. A slot takes 4 bytes times its width."""
 
 
-@dataclass(frozen=True)
-class SkimmedPart:
-    """A part of a passage: its text, and the slots made of it for one question (none without skimming)."""
-
-    text: str
-    soft: SoftContext
-
-
-class RecentParts:
+class TransientParts:
     """The parts last used, by marker. Thread-safe.
 
     They are not written to the store: readers do not hold its lock for writing, and every question would add slots.
@@ -30,10 +22,10 @@ class RecentParts:
 
     def __init__(self, most: int = MAX_SLOTS) -> None:
         self._most = most
-        self._parts: OrderedDict[str, SkimmedPart] = OrderedDict()
+        self._parts: OrderedDict[str, TransientPart] = OrderedDict()
         self._lock = threading.Lock()
 
-    def keep(self, parts: Mapping[str, SkimmedPart]) -> None:
+    def keep(self, parts: Mapping[str, TransientPart]) -> None:
         """Keep the parts that one prompt needs; those least recently used go.
 
         Raises:
@@ -53,13 +45,14 @@ class RecentParts:
             while size > self._most:
                 size -= _cost(self._parts.popitem(last=False)[1])
 
-    def get(self, marker: str) -> SkimmedPart | None:
-        """The part of a marker; None if it is gone."""
+    def split(self, markers: Sequence[Marker]) -> tuple[dict[Marker, TransientPart], list[Marker]]:
+        """The parts of markers that are kept, and the other markers."""
         with self._lock:
-            if marker in self._parts:
-                self._parts.move_to_end(marker)
-            return self._parts.get(marker)
+            kept = {marker: self._parts[marker.text] for marker in markers if marker.text in self._parts}
+            for marker in kept:
+                self._parts.move_to_end(marker.text)
+        return kept, [marker for marker in markers if marker not in kept]
 
 
-def _cost(part: SkimmedPart) -> int:
+def _cost(part: TransientPart) -> int:
     return max(1, part.soft.n_slots)  # a part without slots takes memory, too
