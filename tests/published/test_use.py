@@ -142,17 +142,21 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("block", re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+SHOWN, IMPORTS, USE = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("command", [line for line in IMPORTS.splitlines() if not line.startswith("#")])
 def test_the_pages_commands_lead_to_an_answer(
-    block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With tiny checkpoints in folders that are called as the repositories on the hub."""
+    made = re.findall(r"\./(\w+)", command)[0]
     monkeypatch.chdir(tmp_path)
     for name, place in PLACES.items():
         shutil.copytree(CHECKPOINTS / place, name)
     Path("my_docs").mkdir()
     Path("my_docs/one.txt").write_text(TEXTS["long"], encoding="utf-8")
-    for line in block.splitlines():
+    for line in [*SHOWN.splitlines(), command, *USE.replace("lclm", made).splitlines()]:
         assert main(shlex.split(line, comments=True)[1:]) == 0, line
         assert capsys.readouterr().out.strip()
 
