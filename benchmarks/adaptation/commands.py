@@ -32,7 +32,7 @@ def adapt_eval(
     Compares predicted updates (RAG-GD) with their baselines. First trains what is missing: the base retrieval adapter,
     a soft prefix, the predictors. Run it again after an interruption to resume.
     """
-    from benchmarks.adaptation.run import evaluate, table, verdict
+    from benchmarks.adaptation.run import evaluate, table
 
     quiet_models()
     scores = evaluate(
@@ -45,6 +45,6 @@ def adapt_eval(
         timed=timed,
         max_tokens=max_tokens,
     )
-    print(f"{table(scores)}\n\n{verdict(scores)}")
+    print(table(scores))
     asked = scores[0].questions  # files may hold fewer
     print(f"\n{asked} questions, each with demonstrations; also in {output}/scores.json, .md and .png")

@@ -17,7 +17,6 @@ from benchmarks.adaptation.episodes import digest, drawn_apart
 from benchmarks.adaptation.systems import (
     AT_TEST_TIME,
     BASE,
-    PREDICTED,
     Recipes,
     System,
     TestTimeSGD,
@@ -147,8 +146,7 @@ def evaluate(
     costs = measure(decoder, systems, episodes, sampling, timed)
     scores = score(episodes, answers, costs)
     about |= {"timed": timed, "device": str(decoder.bundle.backbone.device)}
-    text = f"{table(scores)}\n\n{verdict(scores)}"
-    report.write(folder, "scores", text, {**about, "scores": [asdict(s) for s in scores]})
+    report.write(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
     plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
     return scores
 
@@ -261,32 +259,6 @@ def table(scores: Sequence[SystemScore]) -> str:
             for s in scores
         ]
     )
-
-
-def verdict(scores: Sequence[SystemScore]) -> str:
-    """RAG-GD's targets for each K, and whether it reaches them, as a Markdown list.
-
-    It should be above the base adapter outside the error bar, at most 0.02 F1 below TT-SGD with the same K, and take
-    under a tenth of TT-SGD's adaptation time.
-    """
-    by_name = {s.system: s for s in scores}
-    lines = []
-    for own in scores:
-        if not own.system.startswith(PREDICTED):
-            continue
-        steps = own.system.removeprefix(PREDICTED)
-        reference = by_name[f"{AT_TEST_TIME}{steps}"]
-        short, share = reference.f1.value - own.f1.value, own.cost.adapt_ms / reference.cost.adapt_ms
-        lines.append(
-            f"- {own.system}: {_met(own.gain.low > 0)} above the base adapter outside the error bar "
-            f"({own.gain.low:+.3f} to {own.gain.high:+.3f} F1), {_met(short <= 0.02)} within 0.02 F1 of TT-SGD "
-            f"({-short:+.3f}), {_met(share < 0.1)} under a tenth of its time ({share:.3f})"
-        )
-    return "\n".join(lines)
-
-
-def _met(yes: bool) -> str:
-    return "**is**" if yes else "**is not**"
 
 
 def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:

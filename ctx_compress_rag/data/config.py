@@ -13,12 +13,10 @@ class TextData(Strict):
     """Plain text: a .txt or .txt.xz file, or the contexts of a .jsonl or .jsonl.gz file.
 
     Attributes:
-        weight: how many times its rows are in the data.
         words: minimum number of words in a row; the last row of a document may be shorter.
     """
 
     file: Path
-    weight: int = Field(default=1, gt=0)
     words: int = Field(default=256, gt=0)
 
 
@@ -26,7 +24,6 @@ class MixData(Strict):
     """How to turn question-answering examples into realistic prompts.
 
     Attributes:
-        rounds: how many times to use each example, each time with other distractors.
         shortest, longest: passages of fewer words than `shortest` are padded with other short passages, to a length
             drawn from this range.
         passages: the numbers of passages to draw from for a prompt; passages of other examples (distractors) are added.
@@ -35,7 +32,6 @@ class MixData(Strict):
         unanswerable: share of examples whose own passages are removed; their answer is `NO_ANSWER`.
     """
 
-    rounds: int = Field(default=1, gt=0)
     shortest: int = Field(default=0, ge=0)
     longest: int = Field(default=120, gt=0)
     passages: list[int] = Field(default=[1], min_length=1)

@@ -21,12 +21,7 @@ def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: i
     padding. Each file's examples are in its order, in which neighbors have similar subjects.
     """
     mixer = _Mixer(files, config, random.Random(f"mix:{seed}"))
-    mixed = [
-        mixer.prompt(example, number)
-        for _ in range(config.rounds)
-        for number, file in enumerate(files)
-        for example in file
-    ]
+    mixed = [mixer.prompt(example, number) for number, file in enumerate(files) for example in file]
     mixer.rng.shuffle(mixed)
     return _by_length(mixed, block, mixer.rng)
 

@@ -38,7 +38,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
 
 
 def load_texts(recipe: Recipe) -> list[Example]:
-    """The rows of the recipe's texts alone, each as often as its text's weight says; held-out ones are left out."""
+    """The rows of the recipe's texts alone; held-out ones are left out."""
     return [row for rows in _texts(recipe.data, _held_out(recipe.data)) for row in rows]
 
 
@@ -53,8 +53,7 @@ def passages_of(examples: Sequence[Example]) -> list[Example]:
 
 
 def _texts(data: DataConfig, held_out: HeldOut) -> list[list[Example]]:
-    """The rows of each text, as often as its weight says."""
-    return [held_out.without(text_examples(text.file, text.words), text.file) * text.weight for text in data.texts]
+    return [held_out.without(text_examples(text.file, text.words), text.file) for text in data.texts]
 
 
 def _held_out(data: DataConfig) -> HeldOut:

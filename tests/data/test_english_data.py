@@ -126,8 +126,8 @@ def test_texts_are_for_stages_without_questions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="stage answer needs questions"):
         parse_recipe(settings, "here")
     (tmp_path / "a.txt").write_text("One line of text.\n" * 30)
-    settings |= {"stage": "next_token", "data": {"texts": [{"file": str(tmp_path / "a.txt"), "weight": 2, "words": 9}]}}
-    assert len(load_examples(parse_recipe(settings, "here"))) == 2 * 10  # type: ignore[arg-type]
+    settings |= {"stage": "next_token", "data": {"texts": [{"file": str(tmp_path / "a.txt"), "words": 9}]}}
+    assert len(load_examples(parse_recipe(settings, "here"))) == 10  # type: ignore[arg-type]
 
 
 def test_rows_of_titled_passages_and_without_answers(tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ LONG = [Example((f"Long {i}. " + "word " * 60 + f"b{i}.",), (Turn(f"P{i}", (f"b{
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_prompts_hold_their_answers_or_say_that_they_do_not(seed: int) -> None:
-    config = MixData(rounds=2, shortest=20, longest=40, passages=[1, 2, 4], near=0.5, unanswerable=0.3)
+    config = MixData(shortest=20, longest=40, passages=[1, 2, 4], near=0.5, unanswerable=0.3)
     mixed = mix([SHORT, LONG], config, seed, block=8)
     assert mixed == mix([SHORT, LONG], config, seed, block=8) != mix([SHORT, LONG], config, seed + 9, block=8)
-    assert sorted(e.turns[0].question for e in mixed) == sorted(e.turns[0].question for e in (SHORT + LONG) * 2)
+    assert sorted(e.turns[0].question for e in mixed) == sorted(e.turns[0].question for e in SHORT + LONG)
     right = {e.turns[0].question: e for e in SHORT + LONG}
     declined = 0
     for example in mixed:
