@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,11 +14,7 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.decoding.decoder import Decoder
-    from ctx_compress_rag.decoding.sampling import Sampling
-    from ctx_compress_rag.indexing.index import Hit
-    from ctx_compress_rag.marking.mark import Marking
-    from ctx_compress_rag.store import SoftContextStore
+    from ctx_compress_rag.decoding.sampling import Generation
 
 
 @command('"How long does the warranty last?" --ratio 8')
@@ -75,17 +71,17 @@ def ask(
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder
         from ctx_compress_rag.decoding.sampling import Sampling
-        from ctx_compress_rag.marking.mark import Marking
+        from ctx_compress_rag.indexing.retrieval import Retrieval
 
         config, options = opened.bundle.config, shared.engine_options(engine, server_key)
-        marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
         decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:
             extractive = config.extractive and not is_server
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
+        retrieval = Retrieval(opened, k, ratio, token_budget, text_share, as_text=text, template=template)
         for each in _asked() if question is None else [question]:
-            [hits] = opened.search([each], k)
-            _answer(each, hits, opened.store, marking, decoder, template or config.template, sampling)
+            prompt, sources = retrieval.ask([{"role": "user", "content": each}])
+            _print(decoder.stream(prompt, sampling), sources, "Quoted" if extractive else "Free answer")
 
 
 def _asked() -> Iterator[str]:
@@ -99,41 +95,24 @@ def _asked() -> Iterator[str]:
             yield line.strip()
 
 
-def _answer(
-    question: str,
-    hits: Sequence[Hit],
-    store: SoftContextStore,
-    marking: Marking | None,
-    decoder: Decoder,
-    template: str,
-    sampling: Sampling,
-) -> None:
-    """Print the answer and its sources; without `marking`, the decoder reads their text."""
-    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
-
-    texts = [hit.text for hit in hits]
-    if marking is not None:
-        marked = marking.mark(texts, [hit.id for hit in hits], [hit.similarity for hit in hits], question)
-        texts = [each.shown for each in marked]
-    prompt = messages(template, PASSAGE_SEPARATOR.join(filter(None, texts)), question)
+def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, Any]], how: str) -> None:
+    """Print an answer piece by piece, then what it is from."""
     begun = False
-    for piece in decoder.stream(prompt, sampling):
+    for piece in pieces:
         if isinstance(piece, str):
             # Some tokenizers start an answer with a space.
             print(shared.printable(piece if begun else piece.lstrip()), end="", flush=True)
             begun = begun or bool(piece.strip())
         else:
-            shares = enumerate([share(store, each) for each in texts], 1)
-            shown = (f"[{place}] {each}" for place, each in shares if each)
-            print(f"\n\n{'Quoted' if sampling.extractive else 'Free answer'}, from {', '.join(shown)}.")
+            shown = [f"[{place}] {share}" for place, each in enumerate(sources, 1) if (share := _share(each))]
+            print(f"\n\n{how}, from {', '.join(shown)}.")
             print(f"{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
-    for number, hit in enumerate(hits, 1):
-        print(shared.printable(f"\n[{number}] {hit.source} ({hit.similarity:.2f})\n{indent(hit.text, '    ')}"))
+    for number, each in enumerate(sources, 1):
+        text = indent(each["text"], "    ")
+        print(shared.printable(f"\n[{number}] {each['source']} ({each['similarity']:.2f})\n{text}"))
 
 
-def share(store: SoftContextStore, shown: str) -> str:
+def _share(source: Mapping[str, Any]) -> str:
     """What the prompt has of a passage: "text", "14 slots", "text and 14 slots", or ""."""
-    parts = store.split(shown)
-    slots = sum(0 if isinstance(part, str) else part.slots for part in parts)
-    text = any(isinstance(part, str) and part.strip() for part in parts)
-    return " and ".join([*["text"] * text, *[f"{slots} slots"] * (slots > 0)])
+    slots = source["slots"]
+    return " and ".join([*["text"] * bool(source["sentences"]), *[f"{slots} slots"] * (slots > 0)])

@@ -75,11 +75,11 @@ def serve(
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import Decoder, check_options
     from ctx_compress_rag.indexing.index import open_index
+    from ctx_compress_rag.indexing.retrieval import Retrieval
     from ctx_compress_rag.server import run
     from ctx_compress_rag.server.api_keys import find_keys
     from ctx_compress_rag.server.app import create_app
     from ctx_compress_rag.server.guard import Limits
-    from ctx_compress_rag.server.retrieval import Retrieval
     from ctx_compress_rag.store import SoftContextStore
 
     options = shared.engine_options(engine, server_key, batch_size=batch_size)
@@ -98,7 +98,7 @@ def serve(
             served, opened = index.bundle, index.store
             if retrieve is not None:
                 quotes = served.config.extractive and not engine.startswith("http")  # a server cannot quote
-                retrieval = Retrieval(index, retrieve, quotes)
+                retrieval = Retrieval(index, retrieve, extractive=quotes)
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:

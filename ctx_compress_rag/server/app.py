@@ -15,6 +15,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
+from ctx_compress_rag.indexing.retrieval import Retrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server.answers import ClientGoneError, answer, unless_gone, whole
@@ -24,7 +25,6 @@ from ctx_compress_rag.server.guard import Guard, Limits
 from ctx_compress_rag.server.metrics import Metrics
 from ctx_compress_rag.server.replies import Kind, Reply
 from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate, malformed
-from ctx_compress_rag.server.retrieval import Retrieval
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import escaped_markers
 

@@ -10,10 +10,10 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.indexing.index import PassageIndex, open_index
+from ctx_compress_rag.indexing.retrieval import Retrieval
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.guard import Limits
-from ctx_compress_rag.server.retrieval import Retrieval
 from ctx_compress_rag.text.templates import messages
 from helpers.serving import ANNA, client, directly, listening, post
 

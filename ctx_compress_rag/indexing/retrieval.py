@@ -1,4 +1,4 @@
-"""Questions that come alone: passages are retrieved for them, and the reply says which."""
+"""Questions that come alone: passages are retrieved for them, and what a budget buys of these goes into the prompt."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What `ctx-compress ask` does before it answers, for the questions of clients.
+    """What is retrieved for a question, and how the decoder is shown it.
 
     Attributes:
         index: where passages are retrieved.
         k: how many.
-        extractive: whether answers quote, unless a request says otherwise or asks for JSON.
+        ratio: as of `marking.mark.mark`; so are `token_budget` and `text_share`.
+        as_text: show the passages' whole text.
+        template: of the prompt; None takes the bundle's.
+        extractive: whether a server's answers quote, unless a request says otherwise or asks for JSON.
     """
 
     index: PassageIndex
     k: int
+    ratio: int | None = None
+    token_budget: int | None = None
+    text_share: float | None = None
+    as_text: bool = False
+    template: str | None = None
     extractive: bool = False
 
     def is_question(self, chat: Sequence[Message], scope: str | None) -> bool:
@@ -32,8 +40,8 @@ class Retrieval:
         split = (self.index.store.split(message["content"], scope, "text") for message in chat)
         return chat[-1]["role"] == "user" and not any(isinstance(part, Marker) for parts in split for part in parts)
 
-    def ask(self, chat: Sequence[Message], scope: str | None) -> tuple[list[Message], list[dict[str, Any]]]:
-        """The chat with passages for its last message, and these passages as the reply names them.
+    def ask(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
+        """The chat with passages for its last message, and these passages.
 
         Of each: `id`, `source`, `similarity`, `text`, and what the decoder is shown of it: `sentences` (text) and the
         number of `slots`.
@@ -41,8 +49,19 @@ class Retrieval:
         *earlier, last = chat
         question, store = last["content"], self.index.store
         [hits] = self.index.search([question], self.k)
-        texts, ids, scores = [h.text for h in hits], [h.id for h in hits], [h.similarity for h in hits]
-        shown = mark(store, texts, ids, scores=scores, scope=scope, question=question)
+        shown = [hit.text for hit in hits]
+        if not self.as_text:
+            shown = mark(
+                store,
+                shown,
+                [hit.id for hit in hits],
+                ratio=self.ratio,
+                token_budget=self.token_budget,
+                text_share=self.text_share,
+                scores=[hit.similarity for hit in hits],
+                scope=scope,
+                question=question,
+            )
         sources = []
         for hit, each in zip(hits, shown, strict=True):
             parts = store.split(each, scope, "text")
@@ -54,5 +73,5 @@ class Retrieval:
                 }
             )
         context = PASSAGE_SEPARATOR.join(filter(None, shown))
-        *system, asked = messages(self.index.bundle.config.template, context, question)
+        *system, asked = messages(self.template or self.index.bundle.config.template, context, question)
         return [*system, *earlier, asked], sources
