@@ -90,15 +90,11 @@ def _asks(name: str, value: Any) -> bool:
 
 
 class TextPart(_Request):
-    """A part of a message's content."""
-
     type: Literal["text"]
     text: Text
 
 
 class ChatMessage(_Request):
-    """A message; its text may hold markers."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[TextPart], Parts] | None = None
     name: str | None = None
@@ -110,25 +106,18 @@ class ChatMessage(_Request):
         return self
 
     def as_message(self) -> Message:
-        """As the decoder takes it."""
         return {"role": _ROLES.get(self.role, self.role), "content": "".join(part.text for part in self.content or ())}
 
 
 class StreamOptions(_Request):
-    """What a stream holds besides text."""
-
     include_usage: bool = False
 
 
 class TextFormat(_Request):
-    """Any text."""
-
     type: Literal["text"]
 
 
 class ObjectFormat(_Request):
-    """Any JSON object."""
-
     type: Literal["json_object"]
 
 
@@ -142,8 +131,6 @@ class NamedSchema(_Request):
 
 
 class JsonFormat(_Request):
-    """JSON that fits a schema."""
-
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
@@ -194,7 +181,6 @@ class ChatCompletion(Generate):
         return own
 
     def prompt(self) -> list[Message]:
-        """The chat."""
         return [message.as_message() for message in self.messages]
 
 

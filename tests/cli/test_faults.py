@@ -38,7 +38,6 @@ def test_a_list_is_several_values_after_one_flag_or_several_flags() -> None:
 @pytest.mark.parametrize(
     ("package", "extra", "args"),
     [
-        ("matplotlib", "train", ["agree", "questions.txt", "--store", "nowhere"]),
         ("matplotlib", "train", ["eval", "--data", "nowhere.jsonl"]),
         ("sentencex", "sentences", ["eval", "--data", "nowhere.jsonl"]),
     ],

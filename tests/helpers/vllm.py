@@ -21,7 +21,6 @@ class FakeVllm:
     def __init__(self, bundle: Any) -> None:
         self.bundle = bundle
         self.bodies: list[dict[str, Any]] = []
-        self.clients: set[Any] = set()
         self.faults: list[Any] = []
         self.starting: list[int] = []
         self.names = [bundle.config.name, f"{bundle.config.name}-reader"]
@@ -39,8 +38,6 @@ class FakeVllm:
 
     async def _complete(self, request: Request) -> Any:
         assert request.headers.get("authorization") == f"Bearer {KEY}"
-        assert request.client is not None
-        self.clients.add(request.client.port)
         body = await request.json()
         self.bodies.append(body)
         fault = self.faults.pop(0) if self.faults else None

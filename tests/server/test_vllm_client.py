@@ -4,7 +4,6 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +114,6 @@ def test_a_decoders_settings_go_to_the_server_or_are_refused(
     with pytest.raises(ConfigError, match="suppress_tokens.*decoder_settings=False"):
         there.generate(["Who?"], Sampling(max_tokens=1))
     assert there.generate(["Who?"], Sampling(max_tokens=1, decoder_settings=False))
-
-
-def test_many_at_once_share_connections(fake: FakeVllm, there: Decoder, soft: str) -> None:
-    for _ in range(12):
-        there.generate([soft], Sampling(max_tokens=1))
-    assert len(fake.clients) == 1
-    with ThreadPoolExecutor(8) as pool:
-        texts = set(pool.map(lambda _: there.generate([soft], TOKENS)[0].text, range(24)))
-    assert len(texts) == 1 and len(fake.clients) <= 9
 
 
 @FRAMEWORKS
