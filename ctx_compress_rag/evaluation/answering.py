@@ -261,14 +261,18 @@ def answer_each(
 ) -> SystemAnswers:
     """The answers of each system at its ratio, but for those that the log has."""
     answers: SystemAnswers = {}
+    made: dict[str, tuple[str, int]] = {}  # several systems and ratios may make the same prompt
     with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer", disable=not progress) as bar:
         for key in keys:
             given = [] if log is None else log.given(*key)
             bar.update(len(given))
             for start in range(len(given), len(questions), _AT_ONCE):
                 asked = questions[start : start + _AT_ONCE]
-                made = prompts.decoder.generate([prompts.make(key, q) for q in asked], sampling)
-                new = [(g.text.strip(), g.prompt_tokens) for g in made]
+                chats = [prompts.make(key, q) for q in asked]
+                anew = {str(chat): chat for chat in chats if str(chat) not in made}
+                for prompt, g in zip(anew, prompts.decoder.generate([*anew.values()], sampling), strict=True):
+                    made[prompt] = (g.text.strip(), g.prompt_tokens)
+                new = [made[str(chat)] for chat in chats]
                 if log is not None:
                     log.add(*key, [(q.question, q.answers) for q in asked], new)
                 given += new

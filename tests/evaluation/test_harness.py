@@ -1,5 +1,6 @@
 """The evaluation harness, against answers made and scored one by one."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ctx_compress_rag.evaluation.answering import (
     NONE,
     SOFT,
     TRUNCATED,
+    answer_each,
     each_store,
 )
 from ctx_compress_rag.evaluation.harness import evaluate, systems_of
@@ -97,6 +99,28 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> N
     assert next(stores, None) is None
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     assert systems_of(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]
+
+
+def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any) -> None:
+    class Counted:
+        """A decoder, and the prompts that it was given."""
+
+        def __init__(self, decoder: Decoder) -> None:
+            self.preparer, self.bundle, self.asked = decoder.preparer, decoder.bundle, list[str]()
+            self._decoder = decoder
+
+        def generate(self, chats: Any, sampling: Sampling) -> Any:
+            self.asked += map(str, chats)
+            return self._decoder.generate(chats, sampling)
+
+    for _, prompts in each_store(tiny_bundle, QUESTIONS, (8,)):
+        counted = Counted(prompts.decoder)
+        keys = [(SOFT, 8), (BEST, 8), (DEFAULT, 8)]
+        shared = replace(prompts, decoder=counted)  # type: ignore[arg-type]
+        together = answer_each(shared, QUESTIONS, keys, Sampling(max_tokens=4), None, False)
+        assert len(counted.asked) == len(set(counted.asked)) < 3 * len(QUESTIONS)
+        for key in keys:
+            assert together[key] == answer_each(prompts, QUESTIONS, [key], Sampling(max_tokens=4), None, False)[key]
 
 
 def test_the_engine_is_the_one_that_is_asked_for(tiny_bundle: Any) -> None:
