@@ -24,9 +24,7 @@ def data(
     file: Annotated[
         str | None, typer.Argument(metavar="FILE", help="The published file.  [default: from the hub]")
     ] = None,
-    split: Annotated[
-        str, typer.Option(metavar="NAME", help="Split of the hub's set, or of NarrativeQA's file.")
-    ] = "validation",
+    split: Annotated[str, typer.Option(metavar="NAME", help="Split of the hub's set.")] = "validation",
     limit: Annotated[int | None, typer.Option(metavar="N", help="Maximum questions.  [default: all]")] = None,
     output: Annotated[str | None, typer.Option(metavar="FILE", help="File to write.  [default: NAME.jsonl]")] = None,
 ) -> None:
@@ -35,8 +33,8 @@ def data(
     Rows have question, answers, context and, for stage ram, the evidence that the set marks, as `train` and `eval` read
     them. Sets without passages (nq, popqa, bamboogle) need a FILE with retrieved passages under "ctxs". In a FILE of
     hotpotqa, 2wikimultihopqa or musique, passages under "ctxs" replace the set's own. narrativeqa's context is the
-    story's summary. Where a set has several files, FILE is, for triviaqa, the one in qa/ (its pages are in evidence/);
-    for narrativeqa, qaps.csv (summaries in third_party/wikipedia/); for multinews, the .src file (summaries in .tgt).
+    story's summary. FILE has the hub's rows for triviaqa and narrativeqa; for multinews it is the .src file, with the
+    summaries in .tgt beside it.
     """
     from benchmarks.datasets.published import convert
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import logging
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,14 +34,12 @@ class Published:
         read: reads the rows of a local file.
         convert: makes examples from a row.
         download: fetches a split's published file, if the hub has the set only in that form.
-        splits: maps the hub's split names to the file's, if one file holds all splits.
     """
 
     hub: tuple[str, str | None] | None
     read: Callable[[Path], Iterable[Row]]
     convert: Callable[[Row], Iterable[Example]]
     download: Callable[[str], Path] | None = None
-    splits: Mapping[str, str] | None = None
 
 
 def convert(
@@ -53,7 +49,7 @@ def convert(
 
     Evidence is the sentences, paragraphs or passages that a set marks. Sets that only give answers have none: stage ram
     then searches the passages for the answers, word by word. Without a `source`, its published file, the set is
-    fetched from the hub; `split` is taken from the hub, or from a file that holds all splits (NarrativeQA).
+    fetched from the hub, of which `split` is taken.
 
     Raises:
         DataError: the set, file or split does not exist, the file is damaged or has another form, or has no passages.
@@ -62,17 +58,14 @@ def convert(
         raise DataError(f"no data set {name!r}: choose from {', '.join(SETS)}")
     published = SETS[name]
     rows = published.read(Path(source)) if source is not None else _from_hub(name, published, split)
-    if source is not None and published.splits:
-        own = published.splits.get(split, split)
-        rows = (row for row in rows if row["set"] == own)
     unfinished = Path(f"{output}.part")
     left_out: Counter[str] = Counter()
     try:
         written = write_jsonl(unfinished, islice(_checked(published.convert, rows, left_out), limit))
         if not written and left_out:
-            raise DataError(_NO_EVIDENCE if name == "triviaqa" and source is not None else _NO_PASSAGES)
+            raise DataError(_NO_PASSAGES)
         if not written:
-            where = f" in the split {split!r}" if source is None or published.splits else ""
+            where = f" in the split {split!r}" if source is None else ""
             raise DataError(f"{source or name} has no question with an answer{where}")
         for why, count in left_out.items():
             logger.warning("%d questions have %s and are left out", count, why)
@@ -84,7 +77,7 @@ def convert(
         raise DataError(f"no data file at {error.filename}") from None
     except (EOFError, zlib.error) as error:
         raise DataError(f"cannot read {source or name} ({error}): download it again") from None
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, csv.Error, gzip.BadGzipFile) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, gzip.BadGzipFile) as error:
         raise DataError(f"{source or name} is not in the form of {name} ({error!r}): give the published file") from None
     finally:
         unfinished.unlink(missing_ok=True)
@@ -115,9 +108,6 @@ def _checked(one: Callable[[Row], Iterable[Example]], rows: Iterable[Row], left_
 _NO_PASSAGES = (
     "the rows have questions and no passages: retrieve some first, and give a file whose rows have "
     'them under "ctxs", as DPR writes them'
-)
-_NO_EVIDENCE = (
-    "the rows have questions and no passages: unpack the pages of triviaqa in evidence/ beside qa/, as published"
 )
 _PARQUET = "refs/convert/parquet"
 """The hub's Parquet conversion of sets that have a loading script, which datasets 4 does not run."""
@@ -175,51 +165,11 @@ def _lines(path: Path) -> Iterator[Row]:
         yield from (row for line in file if line.strip() and "header" not in (row := json.loads(line)))
 
 
-def _table(path: Path, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(sys.maxsize)
-    with _open(path) as file:
-        yield from csv.DictReader(file, delimiter=delimiter)
-
-
-def _lines_or_table(path: Path) -> Iterator[Row]:
-    return _table(path, "\t") if ".tsv" in path.suffixes else _lines(path)
-
-
 def _squad_file(path: Path) -> Iterator[Row]:
     with _open(path) as file:
         for article in json.load(file)["data"]:
             for paragraph in article["paragraphs"]:
                 yield from ({**qa, "context": paragraph["context"]} for qa in paragraph["qas"])
-
-
-def _trivia_file(path: Path) -> Iterator[Row]:
-    """Questions of a file in `qa/`, with their pages from `evidence/` beside it."""
-    evidence = path.parent.parent / "evidence"
-    with _open(path) as file:
-        for row in json.load(file)["Data"]:
-            found = [(kind, page) for kind, key in _TRIVIA.items() for page in row.get(key, [])]
-            pages = [(page["Title"], evidence / kind / page["Filename"]) for kind, page in found]
-            yield {
-                "question": row["Question"],
-                "answer": {"value": row["Answer"]["Value"], "aliases": row["Answer"].get("Aliases", [])},
-                "ctxs": [{"title": t, "text": file.read_text(encoding="utf-8")} for t, file in pages if file.exists()],
-            }
-
-
-_TRIVIA = {"wikipedia": "EntityPages", "web": "SearchResults"}
-
-
-def _narrative_file(path: Path) -> Iterator[Row]:
-    """`qaps.csv`, with the summaries of `third_party/wikipedia/` beside it."""
-    rows = _table(path.parent / "third_party" / "wikipedia" / "summaries.csv", ",")
-    summaries = {row["document_id"]: row["summary"] for row in rows}
-    for row in _table(path, ","):
-        yield {
-            "set": row["set"],
-            "document": {"summary": {"text": summaries[row["document_id"]]}},
-            "question": {"text": row["question"]},
-            "answers": [{"text": row["answer1"]}, {"text": row["answer2"]}],
-        }
 
 
 def _news_file(path: Path) -> Iterator[Row]:
@@ -335,13 +285,11 @@ SETS: dict[str, Published] = {
     "2wikimultihopqa": Published(("xanhho/2WikiMultihopQA", None), _lines, _hotpot),
     "musique": Published(("dgslibisey/MuSiQue", None), _lines, _musique),
     "nq": Published(None, _lines, _open_domain),
-    "triviaqa": Published(("mandarjoshi/trivia_qa", "rc"), _trivia_file, _open_domain),
-    "popqa": Published(None, _lines_or_table, _open_domain),
+    "triviaqa": Published(("mandarjoshi/trivia_qa", "rc"), _lines, _open_domain),
+    "popqa": Published(None, _lines, _open_domain),
     "bamboogle": Published(None, _lines, _open_domain),
-    "narrativeqa": Published(
-        ("deepmind/narrativeqa", None), _narrative_file, _narrative, splits={"validation": "valid"}
-    ),
+    "narrativeqa": Published(("deepmind/narrativeqa", None), _lines, _narrative),
     "mrqa": Published(("mrqa-workshop/mrqa", None), _lines, _mrqa),
     "multinews": Published(("alexfabbri/multi_news", None), _news_file, _news, download=_news_download),
 }
-"""By name; `triviaqa` reads a file in `qa/`, `narrativeqa` `qaps.csv`, `multinews` a `.src` or `.src.cleaned` file."""
+"""By name; of `triviaqa` and `narrativeqa` a file has the hub's rows, of `multinews` it is `.src` or `.src.cleaned`."""
