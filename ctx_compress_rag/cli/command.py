@@ -18,11 +18,6 @@ from ctx_compress_rag.errors import CtxCompressError
 
 
 def program(name: str) -> typer.Typer:
-    """A program of several commands.
-
-    Args:
-        name: as users type it.
-    """
     return typer.Typer(name=name, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -58,13 +53,9 @@ def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
 
 
 def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
-    """Register a function as a command: its name is the command's, its docstring the help.
+    """Register a function as a command of `to`: its name is the command's, its docstring the help, with an example.
 
     `eval_` is the command `eval`, and `adapt_eval` would be `adapt-eval`.
-
-    Args:
-        example: arguments as typed, shown in the help.
-        to: the program that gets the command.
     """
 
     def register(run: Run) -> Run:

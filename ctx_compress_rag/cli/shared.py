@@ -87,11 +87,7 @@ Ratios = Annotated[
 
 
 def read_text(file: str, what: str = "text") -> str:
-    """Read a file named on the command line; the error says `what` it should hold.
-
-    Raises:
-        DataError: it cannot be read, is not UTF-8, or is blank.
-    """
+    """Read a file named on the command line; the error says `what` it should hold."""
     from ctx_compress_rag.data.examples import open_text
 
     with open_text(Path(file)) as lines:
@@ -107,14 +103,7 @@ def printable(text: str) -> str:
 
 
 def check_apart(**options: object) -> None:
-    """Refuse options that cannot be given together, before any work.
-
-    Args:
-        options: the value of each, None or False if it was not given; `max_tokens` is said as `--max-tokens`.
-
-    Raises:
-        ConfigError: more than one is given.
-    """
+    """Refuse options that cannot be given together, before any work; None or False stands for one that is not given."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them")
@@ -127,11 +116,7 @@ def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
 
 
 def check_template(template: str | None) -> None:
-    """Refuse a prompt that has no place for the passages or the question.
-
-    Raises:
-        ConfigError: it lacks one.
-    """
+    """Refuse a prompt that has no place for the passages or the question."""
     if template is not None and not ("{context}" in template and "{question}" in template):
         raise ConfigError(f"--template {template!r} lacks {{context}} or {{question}}: add it")
 

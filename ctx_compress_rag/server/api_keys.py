@@ -39,9 +39,6 @@ def find_keys(file: str | Path | None = None) -> ApiKeys | None:
 
     Each line holds a key and its scope with a space between; a line that begins with # is a comment. In the variable,
     commas may also separate lines.
-
-    Raises:
-        ConfigError: the file cannot be read, a line is malformed, a key occurs twice, or there is none.
     """
     if file is not None:
         try:

@@ -13,22 +13,14 @@ from ctx_compress_rag.errors import ConfigError
 
 
 def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
-    """Role and text of each message, in order.
-
-    Raises:
-        ConfigError: there are no messages, or one has a type or part that a text decoder cannot read.
-    """
+    """Role and text of each message, in order; refuses what a text decoder cannot read."""
     if not messages:
         raise ConfigError("there are no messages to answer: give at least one")
     return [{"role": _role(message), "content": _text(message)} for message in messages]
 
 
 def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
-    """Parse a constrained answer, into an object of the schema if that is a pydantic class, else into plain JSON.
-
-    Raises:
-        OutputParserException: the answer was cut, or a validator of the class refuses it.
-    """
+    """Parse a constrained answer, into an object of the schema if that is a pydantic class, else into plain JSON."""
     text = message.text
     if message.response_metadata.get("finish_reason") == "length":
         raise OutputParserException(f"the JSON was cut at max_tokens: give a larger one; so far it is {text!r}", text)

@@ -44,11 +44,7 @@ def digest(bundle: Bundle, side: Side) -> str:
 
 
 def sides(bundle: Bundle) -> tuple[Side, ...]:
-    """The files that a bundle needs: one if the same weights read slots and text.
-
-    Raises:
-        ConfigError: merged weights cannot do what the bundle's reader does.
-    """
+    """The files that a bundle needs: one if the same weights read slots and text."""
     if type(bundle.reader) is not Reader:
         raise ConfigError(
             f"bundle {bundle.config.name!r}: {bundle.config.method.name} changes the decoder's layers as it reads, "
@@ -59,15 +55,7 @@ def sides(bundle: Bundle) -> tuple[Side, ...]:
 
 
 def gguf_weights(bundle: Bundle, weights: str) -> Path:
-    """The folder of a bundle's GGUF files: the one that `weights` names, or one in the cache, made on first use.
-
-    Args:
-        bundle: the bundle.
-        weights: one of `GgufWeights`, or a folder that `export_gguf` wrote.
-
-    Raises:
-        ConfigError: there is no such folder, or the files cannot be made.
-    """
+    """The folder of a bundle's GGUF files: the one that `weights` names, or one in the cache, made on first use."""
     if weights not in get_args(GgufWeights):
         if not Path(weights).is_dir():
             raise ConfigError(f"weights={weights!r}: give one of {', '.join(get_args(GgufWeights))}, or a folder")
@@ -93,15 +81,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
 def export_gguf(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str]:
     """Write a bundle's GGUF files; for a decoder that is no GGUF file, merged transformers checkpoints instead.
 
-    Args:
-        bundle: the bundle.
-        folder: where to write.
-        weights: one of `GgufWeights`.
-
-    Returns: commands that are left to run: none, or llama.cpp's own converter for each checkpoint.
-
-    Raises:
-        ConfigError: llama.cpp cannot run the bundle's reader.
+    Returns the commands that are left to run: none, or llama.cpp's own converter for each checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []

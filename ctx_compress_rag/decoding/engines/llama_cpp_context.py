@@ -33,11 +33,7 @@ _SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens"}
 
 @cache
 def load_llama_cpp() -> Any:
-    """llama-cpp-python's low-level functions.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """llama-cpp-python's low-level functions."""
     with needs("llama-cpp"):
         from llama_cpp import llama_cpp
 
@@ -105,11 +101,7 @@ class LlamaCppContext:
         self._kept: list[int] = []
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse a prompt that the model cannot read.
-
-        Raises:
-            ConfigError: its vectors have another width, or a token is not of the vocabulary.
-        """
+        """Refuse vectors of another width, and tokens that are not of the vocabulary."""
         for piece in prompt.pieces:
             if piece.is_floating_point():
                 if piece.ndim != 2 or piece.shape[1] != self._dim:
@@ -118,10 +110,7 @@ class LlamaCppContext:
                 raise ConfigError(f"a token is not one of the decoder's {self._vocabulary}")
 
     def read(self, prompts: Sequence[tuple[int, Prompt]]) -> Tensor:
-        """Read prompts into their sequences, which must be empty; all in passes that they share.
-
-        Args:
-            prompts: the number of the sequence, and the prompt, which `check` has admitted.
+        """Read prompts, which `check` has admitted, into sequences of these numbers, which must be empty.
 
         Shape: -> (prompts, vocabulary), the scores of the token after each
         """
@@ -144,10 +133,7 @@ class LlamaCppContext:
         return torch.cat(scores)
 
     def step(self, tokens: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Read one token into each of several sequences.
-
-        Args:
-            tokens: the number of the sequence, the token's place in it, and the token.
+        """Read a token into each of several sequences: their numbers, the tokens' places in them, and the tokens.
 
         Shape: -> (tokens, vocabulary), the scores of the tokens after them
         """
@@ -155,11 +141,9 @@ class LlamaCppContext:
         return self._decode(ids, place, number, np.ones(len(ids), dtype=bool))
 
     def drop(self, number: int) -> None:
-        """Empty a sequence."""
         self._llama.llama_memory_seq_rm(self._memory, number, -1, -1)
 
     def clear(self) -> None:
-        """Empty all sequences."""
         self._kept = []
         self._llama.llama_memory_clear(self._memory, True)
 

@@ -151,11 +151,7 @@ class Scheduler:
         self._running = self._closed = False
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Answer requests; each gets its answer through its `put`.
-
-        Raises:
-            ConfigError: the scheduler is closed.
-        """
+        """Answer requests; each gets its answer through its `put`."""
         with self._changed:
             self.check_open()
             for group in self._groups.values():  # the prompts of canceled rows would stay in memory until their turn

@@ -81,7 +81,6 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class's name, for serialization."""
         return "CompressedContextLLM"
 
     @property

@@ -30,7 +30,6 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
 
     @classmethod
     def class_name(cls) -> str:
-        """The class's name, for serialization."""
         return "CompressedContextPostprocessor"
 
     def _postprocess_nodes(

@@ -42,7 +42,6 @@ class CompressSoftContext(TransformComponent):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class's name, for serialization."""
         return "CompressSoftContext"
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

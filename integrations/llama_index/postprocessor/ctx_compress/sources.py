@@ -44,11 +44,7 @@ def restore_sources(
 
 
 def restored(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
-    """The nodes, with the originals of those that show a marker only to the LLM.
-
-    Raises:
-        ConfigError: one is not a scored node.
-    """
+    """The nodes, with the originals of those that show a marker only to the LLM."""
     wrong = [node for node in nodes if not isinstance(node, NodeWithScore)]
     if wrong:
         raise ConfigError(
