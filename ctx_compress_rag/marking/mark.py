@@ -25,7 +25,7 @@ from ctx_compress_rag.marking.budget import Budget, Retrieved, Sentence, Shown
 from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
-from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, content_id, to_passage
+from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, to_passage
 from ctx_compress_rag.strict import as_int, validate
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
@@ -71,34 +71,19 @@ def mark(
 ) -> list[str]:
     """Replace each retrieved text with the marker that stands for it, or keep the text.
 
-    A text that already holds a marker is expanded first, so that marking twice does not store the marker as a
-    passage. A marker of another key or scope is text. In what stays text, markers lose their colon, so that no LLM
-    reads them as markers. Blank texts stay as they are. Thread-safe.
+    The options are those of `frameworks.postprocessor.MarkingPostprocessor`, which also says what is raised. A text
+    that already holds a marker is expanded first, so that marking twice does not store the marker as a passage. In what
+    stays text, markers lose their colon, so that no LLM reads them as markers. Blank texts stay as they are.
+    Thread-safe.
 
     Args:
         store: where the soft contexts are.
         texts: passages, in any order; the order is kept. Without scores, a budget assumes that the best come first.
         ids: their ids in the app. A text is looked up by its id, then by its hash, which is also its id if it has
             none, one that the store cannot hold, or one that another text of this call has.
-        ratio: source tokens per slot, a multiple of the store's base ratio, which is the default; see the bundle's
-            `compressor.render`. A bundle that reads question by question takes how many times shorter all texts
-            together become, and its markers are for this question and this bundle object only.
-        token_budget: instead of a ratio, the maximum positions of all texts together, as the LLM counts them: slots,
-            text, and the blank lines between the texts. A ratio stands for the budget that it would give all texts.
-        text_share: share of the budget, 0 to 1, for the sentences nearest to the question; the rest is for slots of the
-            most relevant text. A text with no share is "". 0 shows each text as slots. None: by the question, if the
-            bundle's config has a `text_share` and there are several texts; else 0.
+        ratio, token_budget, text_share, on_missing, scope: the options.
         scores: the relevance of each text: higher is better, None and NaN come last.
-        on_missing: see `OnMissing`.
-        scope: tenant or user; by default the scope of `store.marker.scope`, otherwise the store's.
         question: what is asked; needed by a `text_share` and by a bundle that reads question by question.
-
-    Raises:
-        ConfigError: an argument has an impossible value, or the question is missing. With on_missing="error", a
-            passage cannot be stored.
-        RatioError: the ratio cannot be made, or the budget is too small.
-        MissingPassageError: with on_missing="error", a passage is not stored with this text.
-        PayloadError: with on_missing="error", a record is damaged.
     """
     marking = Marking(store, ratio, token_budget, text_share, on_missing, scope)
     return [marked.shown for marked in marking.mark(texts, ids, scores, question)]
@@ -118,11 +103,6 @@ class Marking:
     """Marks the texts of one call after another with the same options, each passage alone: one fails no other.
 
     The arguments are those of the function `mark`.
-
-    Raises:
-        ConfigError: ratio and budget are both given, the budget or the share is impossible or the bundle takes none,
-            the scope is blank, or `on_missing` is unknown.
-        RatioError: the ratio cannot be made from the store's base ratio.
     """
 
     def __init__(
@@ -202,17 +182,7 @@ class Marking:
 
     def _find(self, passages: Sequence[_Passage]) -> None:
         """Set the ids under which texts are stored, or None; missing ones are compressed if the options say so."""
-        absent: list[_Passage] = []
-        rest = list(passages)
-        while rest:  # in turns, if an id comes with several texts
-            turn = _one_text_per_id(rest)
-            absent += self._not_held(turn)
-            rest = [passage for passage in rest if passage not in turn]
-        missing = self._not_held(absent, by_text=True)
-        own = _one_text_per_id(missing)
-        for passage in absent:
-            if passage not in own:
-                passage.id = content_id(passage.text)
+        missing = self._located(passages)
         if missing and self._on_missing == "error":
             raise MissingPassageError(
                 f"passage {missing[0].name} is not stored with this text ({len(missing)} missing): "
@@ -224,11 +194,13 @@ class Marking:
             for passage in missing:
                 passage.id = None
 
-    def _not_held(self, passages: Sequence[_Passage], by_text: bool = False) -> list[_Passage]:
-        """The passages that are not stored under their ids, or, with `by_text`, under the hashes of their texts."""
-        ids = None if by_text else [str(passage.id) for passage in passages]
-        held = self._store.has([passage.text for passage in passages], ids, self._scope) if passages else []
-        return [passage for passage, there in zip(passages, held, strict=True) if not there]
+    def _located(self, passages: Sequence[_Passage]) -> list[_Passage]:
+        """Set the ids under which texts are stored; the passages that are not stored keep theirs and are returned."""
+        texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
+        stored = self._store.stored_ids(texts, ids, self._scope)
+        for passage, id in zip(passages, stored, strict=True):
+            passage.id = id or passage.id
+        return [passage for passage, id in zip(passages, stored, strict=True) if id is None]
 
     def _compress(self, passages: Sequence[_Passage]) -> None:
         """Compress and store passages, all at once or, if that fails, one by one; what fails alone stays text."""
@@ -239,7 +211,7 @@ class Marking:
             for passage, id in zip(passages, self._store.ensure(texts, ids, self._scope), strict=True):
                 passage.id = id
         except StoreWriteError as error:
-            for passage in self._not_held(passages):
+            for passage in self._located(passages):
                 self._leave(passage, error)
         except (ConfigError, StoreError) as error:
             if len(passages) == 1:
@@ -423,12 +395,6 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
             f"{most:,} are allowed: use fewer markers"
         )
     return "".join(texts)
-
-
-def _one_text_per_id(passages: Sequence[_Passage]) -> list[_Passage]:
-    """The passages without those whose id comes with another text before."""
-    first: dict[str | None, str] = {}
-    return [passage for passage in passages if first.setdefault(passage.id, passage.text) == passage.text]
 
 
 def _listed(what: str, given: Iterable[T]) -> list[T]:

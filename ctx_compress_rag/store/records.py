@@ -163,13 +163,18 @@ class Records(Collection):
             )
         return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
 
-    def holding(self, passages: Mapping[str, Passage], scope: str) -> set[str]:
-        """Ids of the passages that are stored with their text in a record that the scope may read."""
-        held: set[str] = set()
-        for place in readable(scope):
-            rest = {record_id(id, place): passage for id, passage in passages.items() if id not in held}
-            held.update(passage_id(key) for key in self._matching("text_hash", text_hash, rest))
-        return held
+    def holding(self, passages: Sequence[Passage], scope: str) -> list[bool]:
+        """Whether each passage is stored with its text in a record that the scope may read."""
+        held: set[tuple[str, str]] = set()
+        wanted = list(dict.fromkeys((str(each.id), each.text) for each in passages))
+        while wanted:  # in turns, if an id comes with several texts
+            turn = dict(reversed(wanted))
+            for place in readable(scope):
+                rest = {record_id(id, place): Passage(text, id) for id, text in turn.items() if (id, text) not in held}
+                found = map(passage_id, self._matching("text_hash", text_hash, rest))
+                held.update((id, turn[id]) for id in found)
+            wanted = [(id, text) for id, text in wanted if turn[id] != text]
+        return [(str(each.id), each.text) in held for each in passages]
 
     def unreadable(self, sample: int | None = None) -> dict[str, bool]:
         """Map each unreadable record (of a sample), in all scopes, to True if it is intact but of another key."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Self
 
@@ -174,28 +174,28 @@ class SoftContextStore(ProcessBound):
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
         """Compress and store texts that are not stored; return the id that each text is stored under, in order.
 
-        Like `add`, but for a retriever's results: an id may come twice, metadata of an unchanged text stay as stored,
-        passages of the scope "default" are not stored again, there is no progress bar, and no write lock is taken if
-        nothing is missing. A passage that is stored under an id with another text stays: a text that a question made
-        of it (an excerpt) is stored beside it, under a hash of the text.
+        Like `add`, but for a retriever's results: an id may come twice, also with another text, metadata of an
+        unchanged text stay as stored, passages of the scope "default" are not stored again, there is no progress bar,
+        and no write lock is taken if nothing is missing. A passage that is stored under an id with another text stays:
+        a text that a question made of it (an excerpt) is stored beside it, under a hash of the text.
         """
-        scope = self._scope(scope)
-        given = listed_passages(texts, ids)
-        passages, ids = unique(given, repeats=True), [str(passage.id) for passage in given]
+        scope, passages = self._scope(scope), listed_passages(texts, ids)
         places = self._places(passages, scope)
-        if None in places.values():
+        if None in places:
             with self._writing:
                 places = self._places(passages, scope)  # again: another thread may have stored the same passages
-                lacking = [id for id, place in places.items() if place is None]
-                keys = [record_id(id, place) for id in lacking for place in readable(scope)]
-                taken = set(map(passage_id, self._records.existing(keys)))
+                lacking = {number: each for number, each in enumerate(passages) if places[number] is None}
+                keys = [record_id(str(each.id), place) for each in lacking.values() for place in readable(scope)]
+                # The text that each id stands for: one that is stored under it, else the first of this call.
+                own: dict[str, str | None] = {passage_id(key): None for key in self._records.existing(keys)}
                 missing: dict[str, Passage] = {}
-                for id in lacking:
-                    places[id] = place = content_id(passages[id].text) if id in taken else id
-                    missing[record_id(place, scope)] = Passage(passages[id].text, place)
+                for number, passage in lacking.items():
+                    is_own = own.setdefault(str(passage.id), passage.text) == passage.text
+                    places[number] = id = str(passage.id) if is_own else content_id(passage.text)
+                    missing[record_id(id, scope)] = Passage(passage.text, id)
                 self._records.prepare()
                 self._compress(missing, scope, progress=False)
-        return [str(places[id]) for id in ids]
+        return list(map(str, places))
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
         """Delete passages of the scope; return how many there were."""
@@ -269,9 +269,13 @@ class SoftContextStore(ProcessBound):
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Whether each text is stored under its id: False if the id is missing or stored with another text."""
-        given = listed_passages(texts, ids)
-        held = self._records.holding(unique(given, repeats=True), self._scope(scope))
-        return [passage.id in held for passage in given]
+        return self._records.holding(listed_passages(texts, ids), self._scope(scope))
+
+    def stored_ids(
+        self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None
+    ) -> list[str | None]:
+        """The id that each text is stored under, its own or a hash of the text (see `ensure`); None if it is not."""
+        return self._places(listed_passages(texts, ids), self._scope(scope))
 
     def ids(self, scope: str | None = None) -> list[str]:
         """The ids of the scope's own passages."""
@@ -415,12 +419,14 @@ class SoftContextStore(ProcessBound):
                 self._records.write(batch, softs, scope)
                 bar.update(len(batch))
 
-    def _places(self, passages: Mapping[str, Passage], scope: str) -> dict[str, str | None]:
-        """For each id, the id under which its text is stored: its own, or the hash of the text; None if it is not."""
+    def _places(self, passages: Sequence[Passage], scope: str) -> list[str | None]:
         held = self._records.holding(passages, scope)
-        hashes = {id: content_id(passage.text) for id, passage in passages.items() if id not in held}
-        beside = self._records.holding({hashes[id]: passages[id] for id in hashes}, scope)
-        return {id: id if id in held else hashes[id] if hashes[id] in beside else None for id in passages}
+        hashed = [
+            Passage(each.text, content_id(each.text)) for each, there in zip(passages, held, strict=True) if not there
+        ]
+        beside = zip(hashed, self._records.holding(hashed, scope), strict=True)
+        others = iter([passage.id if there else None for passage, there in beside])
+        return [each.id if there else next(others) for each, there in zip(passages, held, strict=True)]
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

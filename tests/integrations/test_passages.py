@@ -185,6 +185,7 @@ def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask
 def test_an_id_with_several_texts_stands_for_the_stored_one(store: SoftContextStore, ask: Ask) -> None:
     """Two indexes that count from one, or a passage beside its excerpts."""
     passages = [(text, "good") for text in (passage(1), passage(2), GOOD, passage(1))]
+    assert ask(store, passages, on_missing="text")[2] == store.marker("good", 4)
     shown = ask(store, passages)
     assert [expand(store, text) for text in shown] == [text for text, _ in passages]
     assert shown[2] == store.marker("good", 4)
