@@ -347,9 +347,7 @@ def relevance(score: object) -> float:
         return -math.inf
     try:
         number = float(score)  # type: ignore[arg-type]  # Decimal, numeric strings, tensors of one number
-    except OverflowError:
-        return math.inf if score > 0 else -math.inf  # type: ignore[operator]
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ConfigError(f"a passage has the relevance {short_repr(score)}: give a number, or None") from error
     return -math.inf if math.isnan(number) else number
 

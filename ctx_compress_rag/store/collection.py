@@ -12,7 +12,7 @@ import httpx
 from chromadb.api import ClientAPI
 from chromadb.errors import NotFoundError
 
-from ctx_compress_rag.errors import StoreError, short_repr
+from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.store.chroma_errors import explained
 from ctx_compress_rag.store.connect import connect
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
@@ -27,13 +27,6 @@ Found = tuple[str, str, Row, float]
 
 PAGE = 250
 """Records in one call: Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
-_KINDS: Any = {
-    "ids": str,
-    "documents": str | None,
-    "metadatas": Mapping | None,
-    "distances": float,
-    "embeddings": object,
-}
 
 
 def pages(values: Sequence[T], size: int = PAGE) -> Iterator[Sequence[T]]:
@@ -84,7 +77,7 @@ class Collection:
     def metadata(self) -> Row:
         """The collection's metadata; none before the first write."""
         with self._reading() as found:
-            return {} if found is None else self._metadata(found)
+            return {} if found is None else dict(found.metadata or {})
 
     @shielded
     def interrupted(self) -> bool:
@@ -95,10 +88,7 @@ class Collection:
     @shielded
     def count(self) -> int:
         with self._reading() as found:
-            count = 0 if found is None else self._ask(found.count)
-            if type(count) is not int or count < 0:
-                raise self._odd(f"{short_repr(count)} as a count")
-            return count
+            return 0 if found is None else int(self._ask(found.count))
 
     def ids(self) -> list[str]:
         return [id for (id,) in self._get()]
@@ -108,11 +98,11 @@ class Collection:
 
     def rows(self, ids: Sequence[str]) -> dict[str, Row]:
         """The metadata of those of the ids that have a record."""
-        return {id: dict(row or {}) for id, row in self._get_paged(ids, "metadatas")}
+        return dict(self._get_paged(ids, "metadatas"))
 
     def texts(self, ids: Sequence[str]) -> dict[str, tuple[str | None, Row]]:
         """Document and metadata of those of the ids that have a record."""
-        return {id: (text, dict(row or {})) for id, text, row in self._get_paged(ids, "documents", "metadatas")}
+        return {id: (text, row) for id, text, row in self._get_paged(ids, "documents", "metadatas")}
 
     def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
         """The ids whose record has the value given for it in a field; no other record may have it."""
@@ -121,32 +111,31 @@ class Collection:
             # Chroma takes six times as long if it is given the ids, too.
             matching.update(id for (id,) in self._get(where={field: {"$in": [values[id] for id in ids]}}))
         if not matching <= values.keys():
-            raise self._odd("records that were not asked for")
+            raise self._odd()
         return matching
 
     def rows_with(self, field: str, values: Sequence[str]) -> dict[str, Row]:
         """The metadata, by id, of records that have one of the values in a field."""
         rows: dict[str, Row] = {}
         for part in pages(list(dict.fromkeys(values))):
-            rows |= {id: dict(row or {}) for id, row in self._get("metadatas", where={field: {"$in": list(part)}})}
+            rows |= dict(self._get("metadatas", where={field: {"$in": list(part)}}))
         if any(row.get(field) not in values for row in rows.values()):
-            raise self._odd("records that were not asked for")
+            raise self._odd()
         return rows
 
     @shielded
     def query(self, vectors: Any, k: int) -> list[list[Found]]:
         """For each vector, at most `k` records (id, document, metadata, distance), the nearest first."""
-        columns = ("ids", "documents", "metadatas", "distances")
-        found: list[list[Found]] = []
+        columns = ["documents", "metadatas", "distances"]
         with self._reading() as records:
             if records is None:
                 return [[] for _ in vectors]
-            answer = self._ask(records.query, query_embeddings=vectors, n_results=k, include=list(columns[1:]))
-        for parts in zip(*(self._column(answer, name, len(vectors), list) for name in columns), strict=True):
-            hits = dict(zip(columns, parts, strict=True))
-            checked = [self._column(hits, name, min(k, len(parts[0]))) for name in columns]
-            found.append([(id, text or "", dict(row or {}), far) for id, text, row, far in zip(*checked, strict=True)])
-        return found
+            answer = self._ask(records.query, query_embeddings=vectors, n_results=k, include=columns)
+            each = zip(*(answer[name] for name in ("ids", *columns)), strict=True)
+            return [
+                [(id, text or "", dict(row or {}), far) for id, text, row, far in zip(*hits, strict=True)]
+                for hits in each
+            ]
 
     @shielded
     def unsearchable(self) -> list[str]:
@@ -160,7 +149,7 @@ class Collection:
                 return []
             for id in ids:
                 with suppress(StoreError), explained(self.place.where):  # of a record that the index has lost
-                    vector = self._column(self._ask(found.get, ids=[id], include=["embeddings"]), "embeddings", 1)[0]
+                    [vector] = self._ask(found.get, ids=[id], include=["embeddings"])["embeddings"]
                     return [lost for part in pages(ids) for lost in self._unsearchable(found, part, vector)]
         return ids
 
@@ -212,7 +201,7 @@ class Collection:
             found = client.get_collection(self.name, embedding_function=None)
         except (NotFoundError, UnicodeEncodeError):  # the latter for a name that is not UTF-8
             return None
-        self.check(self._metadata(found))
+        self.check(dict(found.metadata or {}))
         self._known = client, found
         return found
 
@@ -236,29 +225,29 @@ class Collection:
             if records is None:
                 return []
             answer = self._ask(records.get, ids=ids, where=where, include=list(columns))
-        found = self._column(answer, "ids")
-        if len(set(found)) < len(found) or (ids is not None and not set(found) <= set(ids)):
-            raise self._odd("records that were not asked for")
-        return list(zip(found, *(self._column(answer, name, len(found)) for name in columns), strict=True))
+            rows = [tuple(row) for row in zip(*(answer[name] for name in ("ids", *columns)), strict=True)]
+            found = {row[0] for row in rows if isinstance(row[0], str)}
+            if len(found) < len(rows) or (ids is not None and not found <= set(ids)):
+                raise self._odd()
+            if columns[-1:] == ("metadatas",):
+                rows = [(*row, dict(metadata or {})) for *row, metadata in rows]
+        return rows
 
     def _unsearchable(self, found: chromadb.Collection, ids: Sequence[str], vector: Any) -> list[str]:
         given = {"query_embeddings": [vector], "include": []}
         try:
             with explained(self.place.where):
                 answer = self._ask(found.query, n_results=len(ids), ids=list(ids), **given)
-            [searchable] = self._column(answer, "ids", 1, list)
+                [searchable] = answer["ids"]
         except StoreError:  # Chroma raises for a record that its index has lost
             self._ask(found.query, n_results=1, **given)  # but not for this
             searchable = []
         if set(map(str, searchable)) >= set(ids):
             return []
-        half = len(ids) // 2
-        halves = (ids[:half], ids[half:]) if half else ()
-        return [lost for part in halves for lost in self._unsearchable(found, part, vector)] if half else list(ids)
-
-    def _metadata(self, found: chromadb.Collection) -> Row:
-        [metadata] = self._column({"metadatas": [found.metadata]}, "metadatas")
-        return dict(metadata or {})
+        if len(ids) == 1:
+            return list(ids)
+        halves = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        return [lost for part in halves for lost in self._unsearchable(found, part, vector)]
 
     def _ask(self, method: Callable[..., Any], **arguments: Any) -> Any:
         try:
@@ -266,23 +255,10 @@ class Collection:
         except httpx.RemoteProtocolError:  # the server has closed the connection that was kept from the last call
             return method(**arguments)
 
-    def _column(self, answer: Any, name: str, length: int | None = None, kind: Any = None) -> Sequence[Any]:
-        """So many values of an answer, each of the kind that the column has, or of the given one."""
-        column: Any = answer.get(name) if isinstance(answer, Mapping) else None
-        kind = kind or _KINDS[name]
-        if (
-            not hasattr(column, "__len__")
-            or isinstance(column, str)
-            or (length is not None and len(column) != length)
-            or not all(isinstance(value, kind) for value in column)
-        ):
-            raise self._odd(f"{short_repr(column)} as {name}")
-        return column  # type: ignore[no-any-return]
-
-    def _odd(self, what: str) -> StoreError:
+    def _odd(self) -> StoreError:
         return StoreError(
-            f"{self.place.where} answered with {what}: check that the address is right and that a supported version of "
-            "Chroma runs there"
+            f"{self.place.where} answered with records that were not asked for: check that the address is right and "
+            "that a supported version of Chroma runs there"
         )
 
 

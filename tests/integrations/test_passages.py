@@ -128,14 +128,6 @@ def test_metadata_stay_the_apps(store: SoftContextStore, framework: Any) -> None
         assert "seen" not in found.metadata
 
 
-@pytest.mark.parametrize(
-    "score", [10**400, -(10**400), float("nan"), "0.5", None], ids=["huge", "low", "nan", "str", "none"]
-)
-def test_any_relevance_is_taken(store: SoftContextStore, score: Any) -> None:
-    [marked] = LangChain.mark([Document(GOOD, id="good", metadata={"relevance_score": score})], store=store)
-    assert marked.page_content == store.marker("good", 4)
-
-
 @FRAMEWORKS
 @pytest.mark.parametrize("given", ["the answer", ["the answer"], {"context": []}])
 def test_what_is_no_list_of_passages_is_refused(store: SoftContextStore, framework: Any, given: Any) -> None:

@@ -90,15 +90,6 @@ def test_a_record_of_another_collection_is_refused(tmp_path: Path) -> None:
         assert store.discard_damaged() == ["p0"] and other.damaged() == []
 
 
-def test_a_sample_of_records_shows_another_key(tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
-        add(store, 20)
-    with SoftContextStore(tmp_path, WordBundle(), key=KEY[::-1]) as store:
-        with pytest.raises(StoreError, match="3 records"):
-            store.discard_damaged(other_keys=False, sample=3)
-        assert len(store) == 20 == len(store.damaged())
-
-
 def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, WordBundle(), key=KEY) as store:
         add(store, 1)
