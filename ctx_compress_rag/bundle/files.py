@@ -91,11 +91,7 @@ def _not_a_bundle(name: str | Path) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a bundle, maybe a stranger's, with files whose reading could take for ever or fill the memory.
-
-    Raises:
-        BundleError: a file is not a regular one (links to regular files are), or too large for its kind.
-    """
+    """Raise BundleError for files, maybe a stranger's, whose reading could take for ever or fill the memory."""
     for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if path.suffix in _READ:
             _check_file(path)
@@ -126,11 +122,7 @@ def check_unchanged(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Non
 
 
 def check_free(folder: Path) -> None:
-    """Refuse to overwrite files that are not a bundle's.
-
-    Raises:
-        ConfigError: the folder is a file, or has such files.
-    """
+    """Raise ConfigError if the folder is a file, or has files that are not a bundle's."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder")
     if any((folder / name).exists() for name in (CONFIG_FILE, "README.md")):
@@ -141,12 +133,7 @@ def check_free(folder: Path) -> None:
 
 
 def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleConfig:
-    """Read a bundle's settings, some of them replaced.
-
-    Raises:
-        BundleError: there are none.
-        ConfigError: they are impossible, also after the changes.
-    """
+    """Read a bundle's settings, some replaced; BundleError if there are none, ConfigError if they are impossible."""
     if not path.is_symlink() and not path.exists():
         raise BundleError(_not_a_bundle(path.parent))
     _check_file(path)

@@ -22,10 +22,7 @@ _CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", *_
 def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:
     """What identifies the decoder's files: 64 hex digits, or "" if it has a commit or a SHA-256 of its own.
 
-    Args:
-        config: the bundle's settings.
-        backbone: the decoder.
-        shipped: the folder of a decoder that is part of the bundle; None if the bundle was not saved yet.
+    `shipped` is the folder of a decoder that is part of the bundle; None if the bundle was not saved yet.
     """
     if config.decoder is None:
         return digest_in_memory(backbone.model, backbone.tokenizer) if shipped is None else files_digest(shipped)
@@ -34,15 +31,9 @@ def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | Non
 
 
 def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """SHA-256 of a bundle's settings, decoder and weights: 64 hex digits.
+    """SHA-256 of the settings that change a slot or its reading, the decoder's commit and digest, and all tensors.
 
     Weights are hashed in half precision, as stored, so that the device's precision does not change the fingerprint.
-
-    Args:
-        config: the bundle's settings; those that change no slot and no reading are left out.
-        commit: the decoder's commit on the hub, or "".
-        decoder: see `decoder_digest`.
-        states: tensors by part and name.
     """
     settings = config.model_dump(mode="json", exclude=_CHANGES_NO_SLOT)
     if config.subfolder:

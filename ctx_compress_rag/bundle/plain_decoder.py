@@ -43,16 +43,7 @@ class PlainDecoder(ProcessBound):
     def load(
         cls, decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
     ) -> PlainDecoder:
-        """Load a decoder alone.
-
-        Args:
-            decoder: a folder, hub id or GGUF file.
-            revision: its revision on the hub.
-            device: where to put it; None takes CUDA, MPS or the CPU, in that order.
-
-        Raises:
-            BundleError: it cannot be loaded; the message names it.
-        """
+        """Load a decoder alone: a folder, hub id or GGUF file; raises as `load_decoder`."""
         return PlainDecoder(Backbone(*load_decoder(decoder, revision, device)), str(decoder))
 
     @property

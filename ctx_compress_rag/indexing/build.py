@@ -156,10 +156,9 @@ def compress_collection(
     device: str | None = None,
     dtype: str | None = None,
 ) -> AddReport:
-    """Compress the texts of an app's own Chroma collection into soft contexts beside it.
+    """Compress the texts of an app's own Chroma collection into soft contexts beside it; StoreError if there is none.
 
-    Soft contexts of deleted passages stay; `SoftContextStore.sync` removes them, too. Raises StoreError if there is no
-    such folder or collection, or it has no texts.
+    Soft contexts of deleted passages stay; `SoftContextStore.sync` removes them, too.
     """
     check_there(folder)
     client = chromadb.PersistentClient(str(folder))

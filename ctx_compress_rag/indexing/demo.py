@@ -70,11 +70,7 @@ class DemoReport:
 
 
 def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
-    """Index the demo's corpus in a Chroma folder, and ask its questions with each kind of context.
-
-    A second run compresses nothing. `bundle` takes the place of the folder's own, or of the shipped one if the folder
-    has none.
-    """
+    """Index the demo's corpus in a folder, if it is not there, and ask its questions with each kind of context."""
     corpus = wikipedia_corpus()
     with open_index(folder, bundle, create=True) as index:
         stored = _add(index, corpus, progress)

@@ -130,10 +130,7 @@ class PassageIndex:
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
     def mend(self) -> list[str]:
-        """Put back the vectors of passages that are stored but in no search result; return their ids.
-
-        Chroma's index may have lost them if a process was killed while it wrote.
-        """
+        """Put back the vectors that Chroma's index lost (see `unsearchable`); return their passages' ids."""
         restored: list[str] = []
         for ids in pages(self._passages.unsearchable()):
             found = {id: (str(text), row) for id, (text, row) in self._passages.texts(ids).items() if text}
@@ -159,12 +156,7 @@ class PassageIndex:
         return self._passages.roots()
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
-        """The `k` nearest passages of each question, nearest first; fewer if there are fewer.
-
-        Raises:
-            ConfigError: a question is blank, or k is below 1.
-            StoreError: there are no passages.
-        """
+        """The `k` nearest passages of each question, or all, nearest first; StoreError if there are none."""
         if k < 1:
             raise ConfigError(f"cannot retrieve {k} passages: ask for 1 or more")
         if not all(question.strip() for question in questions):

@@ -175,11 +175,7 @@ def as_text(path: str) -> str:
 
 
 def open_input(path: str | Path) -> Input:
-    """The texts of a folder, or of a JSONL file.
-
-    Raises:
-        DataError: there is no such folder or file, or no file in the folder that is read.
-    """
+    """The texts of a folder, or of a JSONL file; DataError if there is none, or nothing in it is read."""
     if not str(path):
         raise DataError("the path to index is empty: give a folder or a file")  # Path("") is the current folder
     path = Path(path)

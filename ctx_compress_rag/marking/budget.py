@@ -89,11 +89,7 @@ class Budget:
         return [Shown(passage.text) for passage in self.passages]
 
     def soft(self) -> list[Shown]:
-        """All passages as slots, at the finest ratio that fits for all.
-
-        Raises:
-            RatioError: they do not fit even at the coarsest ratio.
-        """
+        """All passages as slots, at the finest ratio that fits for all; RatioError if none does."""
         most = max((passage.slots for passage in self.passages), default=1)
 
         def at(factor: int) -> list[Shown]:
@@ -108,14 +104,9 @@ class Budget:
         return at(factor)
 
     def mixed(self, best: int, share: float) -> list[Shown]:
-        """Sentences of all passages for a share of the budget, or more, and slots of one passage for the rest.
+        """Sentences of all passages for a share (0 to 1) of the budget or more, slots of passage `best` for the rest.
 
-        Args:
-            best: the passage whose slots are shown.
-            share: 0 to 1; with 1, or if the slots do not fit into the rest, only sentences.
-
-        Raises:
-            RatioError: nothing fits.
+        With 1, or if the slots do not fit into the rest, only sentences; RatioError if nothing fits.
         """
         shown = [NOTHING] * len(self.passages)
         if share < 1 and (passage := self.passages[best]).slots:

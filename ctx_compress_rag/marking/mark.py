@@ -338,11 +338,7 @@ class Marking:
 
 
 def relevance(score: object) -> float:
-    """A score as retrievers and rerankers give it, as a float; -inf if there is none.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
+    """A score as retrievers and rerankers give it; -inf if there is none, ConfigError if it is no number."""
     if score is None:
         return -math.inf
     try:
@@ -372,12 +368,8 @@ def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
     """Replace each marker in a prompt with the text it stands for, for an LLM that cannot read markers.
 
-    Markers of another key or scope stay as they are.
-
-    Raises:
-        MissingPassageError: a passage was deleted or its text changed since the marker was written, or slots made for
-            one question are no longer in memory.
-        ConfigError: the texts have more than `MAX_EXPANDED` characters together.
+    Markers of another key or scope stay as they are. Raises as `SoftContextStore.text_of`, and ConfigError if the texts
+    have more than `MAX_EXPANDED` characters together.
     """
     return _joined(store, store.split(text, scope), MAX_EXPANDED)
 

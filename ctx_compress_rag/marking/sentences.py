@@ -10,15 +10,9 @@ from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unp
 
 
 def nearest(texts: Sequence[str], question: str, stored: Sequence[str] | None = None) -> list[list[Sentence]]:
-    """The sentences of each text, in order, without space around them, each with its similarity to the question.
+    """The sentences of each text, in order, each with its similarity to the question; needs the extra `sentences`.
 
-    Args:
-        texts: the texts.
-        question: what is asked.
-        stored: what the store has of each text's sentences, "" for nothing: only the others are encoded.
-
-    Raises:
-        MissingExtraError: the `sentences` extra, which has the splitter and MiniLM, is not installed.
+    `stored` is what the store has of each text's sentences, "" for nothing: only the others are encoded.
     """
     parts = [sentences_of(text) for text in texts]
     vectors = [unpack(packed, len(own)) for packed, own in zip(stored or [""] * len(texts), parts, strict=True)]

@@ -51,11 +51,7 @@ class Backbone:
 
     @property
     def model(self) -> Any:
-        """The transformers causal LM, its own weights frozen; loaded now if it is not in memory.
-
-        Raises:
-            BundleError: it, or one of its adapters, cannot be loaded.
-        """
+        """The transformers causal LM, its own weights frozen; BundleError if it is to be loaded now and cannot be."""
         if not self.loaded:
             with self.lock, torch.inference_mode(False):  # the caller's mode must not make its weights untrainable
                 unloaded = self._model
@@ -114,10 +110,7 @@ class Backbone:
         return self.model.get_input_embeddings()
 
     def copy_model(self) -> Any:
-        """Make a frozen copy of the causal LM, without adapters.
-
-        The copy shares the input embeddings with the original, so they are not trained.
-        """
+        """Make a frozen copy of the causal LM, without adapters; it shares the input embeddings."""
         model = type(self.model)(self.model.config)
         model.load_state_dict(self.own_state(), strict=False)
         model.generation_config = self.model.generation_config

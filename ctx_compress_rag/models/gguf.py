@@ -58,11 +58,7 @@ class GgufDecoder(Strict):
 
 
 def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
-    """Find a decoder's file, downloading it if it is on the hub; `revision` is the hub's.
-
-    Raises:
-        BundleError: the file is missing, is not a GGUF file, or does not have the SHA-256 of `decoder`.
-    """
+    """Find a decoder's file, maybe on the hub; BundleError if it is missing, not GGUF, or has another SHA-256."""
     if decoder.path is not None:
         file = Path(decoder.path)
     elif decoder.package is not None:
@@ -96,10 +92,6 @@ def open_gguf(file: Path) -> tuple[Any, Any, Callable[[], Any]]:
 
     The causal LM is an ordinary model: it can be trained, take adapters and be saved. transformers unpacks slowly, so
     the result is kept in the hub's cache of assets (4 bytes a weight), for each version of transformers.
-
-    Raises:
-        MissingExtraError: a package that reads GGUF is not installed.
-        Exception: whatever transformers raises on a file that it cannot read.
     """
     import transformers
     from huggingface_hub import cached_assets_path

@@ -115,10 +115,7 @@ def load_decoder(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Load a causal LM and its tokenizer at once; arguments and errors are those of `open_decoder`.
-
-    Returns: the model in eval mode with frozen parameters, and the tokenizer.
-    """
+    """Load a causal LM, in eval mode with frozen parameters, and its tokenizer at once; see `open_decoder`."""
     model, tokenizer = open_decoder(name, revision, device, **options)
     return model.load(), tokenizer
 

@@ -123,11 +123,7 @@ def check_codec(name: str) -> str:
 
 
 def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
-    """A SoftContext as a string.
-
-    Raises:
-        PayloadError: there are no slots, or a value is NaN, infinite or beyond the codec's range.
-    """
+    """A SoftContext as a string; PayloadError without slots, or for a value that is NaN, infinite or out of range."""
     packer = CODECS[check_codec(codec)]
     slots: Floats = soft.slots.detach().to("cpu", torch.float32).numpy()
     if not slots.size:
@@ -141,11 +137,7 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
 
 
 def decode(payload: str) -> SoftContext:
-    """The SoftContext of a string made by `encode`; slots are float32.
-
-    Raises:
-        PayloadError: the string is truncated or altered, has another format, or holds values that are not finite.
-    """
+    """The SoftContext of such a string, in float32; PayloadError if it was cut, altered or made by a newer version."""
     try:
         data = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -139,10 +139,7 @@ class Collection:
 
     @shielded
     def unsearchable(self) -> list[str]:
-        """The ids of records that are stored but can be in no search result.
-
-        A process that is killed while Chroma writes its index can leave such records.
-        """
+        """The ids of stored records that no search finds, as a process may leave them if it is killed."""
         ids = self.ids()
         with self._reading() as found:
             if found is None or not ids:

@@ -17,12 +17,9 @@ _process_key = secrets.token_bytes(32)
 
 
 class Signer:
-    """A store's key, looked up when first needed: opening a store must not create a key file.
+    """A store's key (see docs/store.md), looked up when first needed: opening a store must not create a key file.
 
-    The key is the given one; or the environment variable CTX_COMPRESS_KEY; or the file `ctx-compress.key` in the
-    store's folder, created at first use and readable only by its owner. A store on a server has no default: machines
-    that share it must share the key. A store in memory has a new key in each process.
-    A store on a server that has none is refused here, not at the first marker.
+    If a store on a server has none, it is refused here, not at the first marker.
     """
 
     def __init__(self, key: bytes | None, place: Place) -> None:

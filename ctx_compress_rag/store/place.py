@@ -200,15 +200,11 @@ class Folder(Place):
 
     @shielded
     def back_up(self, target: Path, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Copy the folder, including its key, while no store writes to it. The copy is a normal store folder.
-
-        Args:
-            target: where to put the copy; must not exist, and is created completely or not at all.
-            timeout: seconds to wait for writers.
+        """Copy the folder, including its key, while no store writes to it, completely or not at all.
 
         Raises:
             StoreError: the target exists, is inside the folder or cannot be written.
-            StoreLockedError: others wrote for too long.
+            StoreLockedError: others wrote for more than `timeout` seconds.
         """
         if target.exists() or target.resolve().is_relative_to(self.folder):
             raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")

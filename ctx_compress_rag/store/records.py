@@ -127,10 +127,7 @@ class Records(Collection):
     # Reading
 
     def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, tuple[str, Record]]:
-        """By passage id, the scope's own record or the default scope's; with `texts`, only records with those texts.
-
-        Each comes with its record id.
-        """
+        """By passage id, record id and record, the scope's own or the default scope's, if it has the text given."""
         passages = None if texts is None else unique(listed_passages(texts, ids), repeats=True)
         places = readable(scope)
         stored = self.rows([record_id(id, place) for id in ids for place in places])
@@ -146,11 +143,7 @@ class Records(Collection):
         return found
 
     def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
-        """The id of the record that each marker stands for, and the record.
-
-        Raises:
-            MissingPassageError: there is none for a marker.
-        """
+        """Record id and record that each marker stands for; MissingPassageError if there is none."""
         wanted = {each: [scoped_marker_id(each.passage, place) for place in readable(each.scope)] for each in markers}
         rows = self.rows_with("marker", [name for names in wanted.values() for name in names])
         by_name = {row["marker"]: id for id, row in rows.items()}
@@ -197,11 +190,7 @@ class Records(Collection):
     # Writing
 
     def compare(self, passages: Mapping[str, Passage]) -> Changes:
-        """What of these passages, by record id, is to be written.
-
-        Raises:
-            StoreError: something is to be written that could not be.
-        """
+        """What of these passages, by record id, is to be written; StoreError if it could not be."""
         same = self._matching("full_hash", full_hash, passages)
         rest = {key: passage for key, passage in passages.items() if key not in same}
         relabeled = self._matching("text_hash", text_hash, rest)
@@ -223,11 +212,7 @@ class Records(Collection):
         self._put({id: self._verified(id, row).relabeled(id, passages[id], made) for id, row in stored.items()})
 
     def write(self, passages: Mapping[str, Passage], softs: Sequence[SoftContext], scope: str) -> None:
-        """Write the records of a scope's passages, by record id; they are durable when this returns.
-
-        Raises:
-            PayloadError: a soft context holds a NaN or infinity; nothing is written.
-        """
+        """Write a scope's passages, by record id, durably; after a PayloadError (a NaN), none is written."""
         each = zip(passages.items(), softs, self._sentences(passages), strict=True)
         made: dict[str, Record] = {}
         for (id, passage), soft, sentences in each:

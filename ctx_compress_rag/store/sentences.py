@@ -18,20 +18,12 @@ _DIM = 384
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, without space around them and blank ones.
-
-    Raises:
-        MissingExtraError: the `sentences` extra is not installed.
-    """
+    """The sentences of a text, without space around them and blank ones."""
     return [part for part in map(str.strip, sentences(text)) if part]
 
 
 def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
-    """For each text the unit vectors (sentences, 384) of its sentences.
-
-    Raises:
-        MissingExtraError: the `sentences` extra, which has MiniLM, is not installed.
-    """
+    """For each text the unit vectors (sentences, 384) of its sentences, with the extra `sentences`."""
     parts = [sentences_of(text) for text in texts]
     flat = [part for own in parts for part in own]
     vectors = passage_vectors(flat) if flat else np.zeros((0, _DIM), np.float32)

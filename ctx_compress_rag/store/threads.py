@@ -62,10 +62,9 @@ class _Call:
 
 
 def shielded(function: Callable[P, T]) -> Callable[P, T]:
-    """Run each call in a thread of its own; a call from within such a thread runs right there.
+    """Run each call in a thread of its own, or, within such a thread or if none can be started, right there.
 
-    If the caller is interrupted, the call goes on, and can ask whether it is `abandoned`. Where no thread can be
-    started, the call runs in the caller's.
+    If the caller is interrupted, the call goes on, and can ask whether it is `abandoned`.
     """
 
     @wraps(function)

@@ -24,11 +24,8 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     """Render a chat in the tokenizer's chat format, with BOS; without one, plainly with answers after "Answer:".
 
     If the template does not accept a system role (Gemma 2, early Mistral), the system message goes to the start of the
-    first user message: LangChain's and LlamaIndex's chains put the context into it.
-
-    Args:
-        tokenizer: the decoder's.
-        chat: the messages. Text of users and documents in them has been through `PromptTokenizer.as_text`.
+    first user message: LangChain's and LlamaIndex's chains put the context into it. Text of users and documents has
+    been through `PromptTokenizer.as_text`.
 
     Raises:
         ConfigError: a role is not one of `ROLES`, or the template refuses the chat (for example for its order of
@@ -121,9 +118,7 @@ class PromptTokenizer:
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
         """Token ids of the text around the holes: one int64 tensor per part, possibly empty.
 
-        Args:
-            parts: the text before, between and after the holes.
-            add_special_tokens: let the tokenizer add its BOS; leave it False if a chat template did.
+        `add_special_tokens` lets the tokenizer add its BOS; leave it False if a chat template did.
         """
         joined = whole_characters(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

@@ -30,10 +30,7 @@ class _Start(NamedTuple):
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """Split a text by sentencex, a rule-based splitter (the paper uses spaCy); joined, the sentences are the text.
-
-    `language` is an ISO 639-1 code.
-    """
+    """Split a text by sentencex, a rule-based splitter (the papers use spaCy); joined, the sentences are the text."""
     with needs("sentences"):
         from sentencex import segment
     ends = accumulate(len(part) for part in segment(language, _WIDE_SPACE.sub(" ", text)))
