@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from ctx_compress_rag.errors import StoreError
-from ctx_compress_rag.store.marker import MIN_KEY_BYTES, MarkerCodec
+from ctx_compress_rag.store.marker import MIN_KEY_BYTES, Signer
 from ctx_compress_rag.store.place import DRAFT, LOCK_FILE, Place, locked
 
 KEY_VARIABLE = "CTX_COMPRESS_KEY"
@@ -16,7 +16,7 @@ KEY_FILE = "ctx-compress.key"
 _process_key = secrets.token_bytes(32)
 
 
-class Signer:
+class StoreKey:
     """A store's key (see docs/store.md), looked up when first needed: opening a store must not create a key file.
 
     If a store on a server has none, it is refused here, not at the first marker.
@@ -26,12 +26,12 @@ class Signer:
         self._key, self._place = key, place
         self._file: Path | None = None
         if place.remote or key is not None:
-            self.codec("")
+            self.signer("")
 
-    def codec(self, fingerprint: str) -> MarkerCodec:
+    def signer(self, fingerprint: str) -> Signer:
         if self._key is None:
             self._key = self._found()
-        return MarkerCodec(self._key, fingerprint)
+        return Signer(self._key, fingerprint)
 
     def keep(self) -> None:
         """Before a write: put the key file back if it is gone, as other processes need it to read what is written."""

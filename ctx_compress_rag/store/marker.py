@@ -112,7 +112,7 @@ class Marker:
         return int(self.id[_PASSAGE_LETTERS:].translate(_LETTERS_TO_HEX), 16) + 1
 
 
-class MarkerCodec:
+class Signer:
     """Writes and reads markers with one secret key.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any, Self
 from ctx_compress_rag.errors import PayloadError, short_repr
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import codec as codecs
-from ctx_compress_rag.store.marker import MarkerCodec
+from ctx_compress_rag.store.marker import Signer
 from ctx_compress_rag.store.passage import Passage, StoredPassage
 from ctx_compress_rag.store.scope import passage_id
 
@@ -86,7 +86,7 @@ class Record:
         """The record with the passage's metadata, to be signed again."""
         return replace(self, metadata=_json(passage.metadata), full_hash=full_hash(fingerprint, id, passage))
 
-    def signed(self, id: str, signer: MarkerCodec, collection: str) -> Record:
+    def signed(self, id: str, signer: Signer, collection: str) -> Record:
         return replace(self, signature=signer.sign(*self._signed(id, collection)))
 
     @classmethod
@@ -98,7 +98,7 @@ class Record:
                 raise damaged(id, f"{field.name} is {short_repr(values[field.name])}, not {field.type}")
         return cls(**values)
 
-    def check_signature(self, id: str, signer: MarkerCodec, collection: str) -> None:
+    def check_signature(self, id: str, signer: Signer, collection: str) -> None:
         """Raise PayloadError unless this key signed the record, as it is now, for the collection."""
         right = signer.sign(*self._signed(id, collection))
         if not hmac.compare_digest(self.signature.encode("utf-8", "replace"), right.encode()):

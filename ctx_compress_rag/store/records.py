@@ -19,8 +19,8 @@ from ctx_compress_rag.errors import (
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.store.collection import Collection, Row, batches, pages
-from ctx_compress_rag.store.key import Signer
-from ctx_compress_rag.store.marker import Marker, MarkerCodec
+from ctx_compress_rag.store.key import StoreKey
+from ctx_compress_rag.store.marker import Marker, Signer
 from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, listed_passages, unique
 from ctx_compress_rag.store.place import Place
 from ctx_compress_rag.store.record import Record, full_hash, text_hash
@@ -62,7 +62,7 @@ class Records(Collection):
         place: Place,
         name: str,
         bundle: Compresses,
-        key: Signer,
+        key: StoreKey,
         codec: str | None,
         ratio: int | None,
         lock_timeout: float,
@@ -93,8 +93,8 @@ class Records(Collection):
         return int(self.about["base_ratio"])
 
     @property
-    def signer(self) -> MarkerCodec:
-        return self._key.codec(self._bundle.fingerprint)
+    def signer(self) -> Signer:
+        return self._key.signer(self._bundle.fingerprint)
 
     def check(self, metadata: Row) -> None:
         where, bundle = self.place.where, self._bundle

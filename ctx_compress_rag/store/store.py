@@ -15,7 +15,7 @@ from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.connect import Location, companion, connect
-from ctx_compress_rag.store.key import Signer
+from ctx_compress_rag.store.key import StoreKey
 from ctx_compress_rag.store.marker import (
     DEFAULT_SCOPE,
     Marker,
@@ -72,7 +72,7 @@ class SoftContextStore(ProcessBound):
         ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
             keeps its own. If the bundle's method is nestable, coarser ratios can be requested later; otherwise
             only the store's ratio.
-        key: secret that signs markers; by default the first that `key.Signer` finds.
+        key: secret that signs markers and records; by default the first that `key.StoreKey` finds.
         scope: default tenant or user, if neither the call nor `marker.scope` names one.
         lock_timeout: seconds that a write waits for other writes, 0 or more.
         read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer, 0.1 or more.
@@ -109,7 +109,7 @@ class SoftContextStore(ProcessBound):
         if timeouts[1] < _LEAST_TIMEOUT:
             raise ConfigError(f"read_timeout={read_timeout}: give {_LEAST_TIMEOUT} seconds or more; opening takes time")
         name, place = companion(location, collection), connect(location)
-        self._records = Records(place, name, bundle, Signer(key, place), codec, ratio, *timeouts)
+        self._records = Records(place, name, bundle, StoreKey(key, place), codec, ratio, *timeouts)
         self._writing = threading.Lock()
         self._transient = TransientParts()
 
@@ -355,12 +355,12 @@ class SoftContextStore(ProcessBound):
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
         for key, record in found.values():
             record.check_payload(key)
-        codec = self._records.signer
+        signer = self._records.signer
         written = []
         for id in ids:
             slots = found[id][1].slots
             merged = min(factor, slots)  # all larger factors mean one slot
-            written.append(codec.write(plain_marker_id(found[id][1].marker), merged, -(-slots // merged), scope))
+            written.append(signer.write(plain_marker_id(found[id][1].marker), merged, -(-slots // merged), scope))
         return written
 
     def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from ctx_compress_rag.errors import MissingPassageError, PayloadError, RatioError, StoreError, UnreadableMarkerError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_FILE, KEY_VARIABLE, key_from_file
-from ctx_compress_rag.store.marker import MAX_FACTOR, Marker, MarkerCodec, escaped_markers
+from ctx_compress_rag.store.marker import MAX_FACTOR, Marker, Signer, escaped_markers
 from ctx_compress_rag.store.place import DRAFT, LOCK_FILE
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
 KEY = b"k" * 32
-CODEC = MarkerCodec(KEY, "f" * 64)
+SIGNER = Signer(KEY, "f" * 64)
 LETTERS = "abcdefghijklmnop"
 names = st.text(LETTERS, min_size=17, max_size=17)
 factors = st.integers(1, MAX_FACTOR)
@@ -35,15 +35,15 @@ plain = st.text(max_size=60) | st.text("[]ctx:.abp0123", max_size=60)
 def test_what_is_written_is_read(rows: list[tuple[str, str, int, int]], tail: str, who: str) -> None:
     text, expected = "", []
     for before, name, factor, slots in rows:
-        text += before + CODEC.write(name, factor, slots, who)
+        text += before + SIGNER.write(name, factor, slots, who)
         expected += [before, (name, factor, slots)]
-    parts = CODEC.split(text + tail, who)
+    parts = SIGNER.split(text + tail, who)
     read = [part if isinstance(part, str) else (part.passage, part.factor, part.slots) for part in parts]
     assert read == [part for part in [*expected, tail] if part]
 
 
 def test_the_form_is_the_documented_one() -> None:
-    written = CODEC.write(CODEC.passage("some text"), 4, 16, "default")
+    written = SIGNER.write(SIGNER.passage("some text"), 4, 16, "default")
     assert len(written) == len("[[ctx:]]") + 20 + 1 + 2 + 1 + 16
     head, slots, tag = written.removeprefix("[[ctx:").removesuffix("]]").split(".")
     assert (len(head), slots, len(tag)) == (20, "16", 16)
@@ -51,25 +51,25 @@ def test_the_form_is_the_documented_one() -> None:
 
 
 def test_the_same_text_has_the_same_marker_and_nothing_else_has() -> None:
-    other_key, other_bundle = MarkerCodec(b"x" * 32, "f" * 64), MarkerCodec(KEY, "e" * 64)
-    name = CODEC.passage("text")
-    assert name == MarkerCodec(KEY, "f" * 64).passage("text")
-    assert len({name, CODEC.passage("text "), other_key.passage("text"), other_bundle.passage("text")}) == 4
+    other_key, other_bundle = Signer(b"x" * 32, "f" * 64), Signer(KEY, "e" * 64)
+    name = SIGNER.passage("text")
+    assert name == Signer(KEY, "f" * 64).passage("text")
+    assert len({name, SIGNER.passage("text "), other_key.passage("text"), other_bundle.passage("text")}) == 4
 
 
 def test_the_fields_cannot_run_into_each_other() -> None:
     # Joined without lengths, scope "ab" with id "c..." would sign the same bytes as scope "a" with "bc...".
-    first = CODEC.write("c" * 17, 1, 2, "ab")
-    assert CODEC.split(first, "a" + "b") != [first]
-    assert CODEC.split(first, "a") == [first]
-    assert CODEC.split(first.replace("[[ctx:", "[[ctx:b", 1), "a") == [first.replace("[[ctx:", "[[ctx:b", 1)]
+    first = SIGNER.write("c" * 17, 1, 2, "ab")
+    assert SIGNER.split(first, "a" + "b") != [first]
+    assert SIGNER.split(first, "a") == [first]
+    assert SIGNER.split(first.replace("[[ctx:", "[[ctx:b", 1), "a") == [first.replace("[[ctx:", "[[ctx:b", 1)]
 
 
 def test_a_forged_marker_is_logged_once_and_stays(caplog: pytest.LogCaptureFixture) -> None:
     forged = f"[[ctx:{'a' * 20}.16.{'b' * 16}]]"
-    good = CODEC.write("p" * 17, 1, 3, "t")
+    good = SIGNER.write("p" * 17, 1, 3, "t")
     with caplog.at_level(logging.WARNING):
-        parts = CODEC.split(f"{forged} and {forged}{good}", "t")
+        parts = SIGNER.split(f"{forged} and {forged}{good}", "t")
     assert parts[0] == f"{forged} and {forged}"
     assert isinstance(parts[1], Marker)
     [record] = caplog.records
@@ -81,16 +81,16 @@ def test_a_marker_of_another_scope_is_refused_with_the_remedy() -> None:
     with pytest.raises(
         UnreadableMarkerError, match="for scope 'alice'.*give the postprocessor and the LLM the same scope"
     ):
-        CODEC.split(CODEC.write("p" * 17, 1, 3, "default"), "alice", "error")
+        SIGNER.split(SIGNER.write("p" * 17, 1, 3, "default"), "alice", "error")
 
 
 @pytest.mark.parametrize("before", ["", "[", "[[", "a[[[[["])
 @pytest.mark.parametrize("after", ["", "]", "]]"])
 def test_what_is_escaped_is_no_marker_however_many_brackets_stand_around_it(before: str, after: str) -> None:
-    good = CODEC.write("p" * 17, 1, 3, "t")
+    good = SIGNER.write("p" * 17, 1, 3, "t")
     left = escaped_markers(f"{before}{good}{good}{after} [[words]]")
-    assert CODEC.split(left, "t", "error") == [left]
-    assert CODEC.split(f"[{left}]", "t", "error") == [f"[{left}]"]
+    assert SIGNER.split(left, "t", "error") == [left]
+    assert SIGNER.split(f"[{left}]", "t", "error") == [f"[{left}]"]
     assert left.replace("ctx", "ctx:") == f"{before}{good}{good}{after} [[words]]"
 
 
@@ -110,7 +110,7 @@ def test_hostile_text_takes_linear_time(unit: str) -> None:
 
     def seconds() -> float:
         began = time.process_time()
-        assert CODEC.split(text, "t") == [text]
+        assert SIGNER.split(text, "t") == [text]
         return time.process_time() - began
 
     assert any(seconds() < 1.0 for _ in range(3))  # 0.02 to 0.2 s when measured; quadratic time would be minutes

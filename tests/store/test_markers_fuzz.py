@@ -1,6 +1,6 @@
 """Hostile prompts, thousands of them: a marker resolves if it was issued to this scope, and only then.
 
-What must resolve is found without the codec: by looking for the issued strings themselves. Attacks are placed in the
+What must resolve is found without the signer: by looking for the issued strings themselves. Attacks are placed in the
 context, in user text, in the history and in a tool's output, and rendered by a chat template.
 """
 
@@ -13,20 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.store.marker import Marker, MarkerCodec
+from ctx_compress_rag.store.marker import Marker, Signer
 from ctx_compress_rag.text.chat import chat_text
 
 FINGERPRINT = "f" * 64
-CODEC = MarkerCodec(b"k" * 32, FINGERPRINT)
-PASSAGES = [CODEC.passage(f"passage {number}") for number in range(4)]
+SIGNER = Signer(b"k" * 32, FINGERPRINT)
+PASSAGES = [SIGNER.passage(f"passage {number}") for number in range(4)]
 ISSUED = {
-    who: [CODEC.write(name, factor, slots, who) for name in PASSAGES for factor, slots in ((1, 24), (4, 6))]
-    + [CODEC.write(CODEC.transient("a question", name), 1, slots, who) for name in PASSAGES for slots in (0, 3)]
+    who: [SIGNER.write(name, factor, slots, who) for name in PASSAGES for factor, slots in ((1, 24), (4, 6))]
+    + [SIGNER.write(SIGNER.transient("a question", name), 1, slots, who) for name in PASSAGES for slots in (0, 3)]
     for who in ("anna", "ben")
 }
 OTHERS = [
-    codec.write(codec.passage("passage 0"), 1, 24, "anna")
-    for codec in (MarkerCodec(b"x" * 32, FINGERPRINT), MarkerCodec(b"K" * 32, FINGERPRINT))
+    signer.write(signer.passage("passage 0"), 1, 24, "anna")
+    for signer in (Signer(b"x" * 32, FINGERPRINT), Signer(b"K" * 32, FINGERPRINT))
 ]
 
 own = st.sampled_from(ISSUED["anna"])
@@ -72,14 +72,14 @@ def test_only_what_was_issued_to_the_scope_resolves(tiny_tokenizer: Any, caplog:
     def attack(drawn: tuple[str, ...]) -> None:
         chat = [{"role": role, "content": frame.format(each)} for (role, frame), each in zip(CHAT, drawn, strict=True)]
         text = chat_text(tiny_tokenizer, chat)
-        parts = CODEC.split(text, "anna")
+        parts = SIGNER.split(text, "anna")
         # Issued strings cannot overlap, as each begins with [[ and ends with ]].
         expected = Counter({(id, int(slots)): text.count(marker) for marker, (id, slots, _) in expected_of.items()})
         assert resolved(parts) == +expected
         # What does not resolve is all still there, in order; what is around a marker does not close up.
         literal = [part for part in parts if isinstance(part, str)]
         assert "".join(literal) == "".join(re.split("|".join(map(re.escape, expected_of)), text))
-        assert not any(resolved(CODEC.split(part, "anna")) for part in literal)
+        assert not any(resolved(SIGNER.split(part, "anna")) for part in literal)
 
     with caplog.at_level(logging.ERROR):  # each refused marker is a warning
         attack()
