@@ -15,9 +15,7 @@ from ctx_compress_rag.errors import DataError
 _POOL = 8  # a file keeps at most this many questions for demonstrations, times those of one question
 
 
-def drawn_apart(
-    tasks: Tasks, asked: int, tuning: int, demonstrations: int, seed: int
-) -> tuple[list[Episode], list[Episode]]:
+def drawn_apart(tasks: Tasks, asked: int, tuning: int, demonstrations: int) -> tuple[list[Episode], list[Episode]]:
     """At most `asked` episodes to score with, and `tuning` to choose settings with; no question is in both.
 
     Questions of each file in turn; those to choose with are of the part that demonstrations come from.
@@ -25,17 +23,17 @@ def drawn_apart(
     Raises:
         DataError: a file has too few questions.
     """
-    scored = _spread(tasks, asked, demonstrations, seed, of_pool=False)
+    scored = _spread(tasks, asked, demonstrations, of_pool=False)
     # Two draws may share a name, and so ask the same question of different passages.
     questions = {episode.query.question for episode in scored}
-    others = _spread(tasks, tuning, demonstrations, seed, of_pool=True)
+    others = _spread(tasks, tuning, demonstrations, of_pool=True)
     return scored, [episode for episode in others if episode.query.question not in questions]
 
 
-def _spread(tasks: Tasks, count: int, demonstrations: int, seed: int, of_pool: bool) -> list[Episode]:
+def _spread(tasks: Tasks, count: int, demonstrations: int, of_pool: bool) -> list[Episode]:
     each: list[list[Episode]] = []
     for name, examples in tasks.examples.items():
-        rng = random.Random(f"{seed}:{name}")
+        rng = random.Random(f"0:{name}")
         shuffled = rng.sample(examples, len(examples))
         size = min(_POOL * demonstrations, len(examples) // 2)
         if size <= demonstrations:

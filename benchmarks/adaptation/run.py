@@ -80,29 +80,13 @@ def evaluate(
     timed: int = 20,
     tuning: int = 32,
     max_tokens: int = 32,
-    seed: int = 0,
-    progress: bool = True,
 ) -> list[SystemScore]:
     """Train a folder's recipes that are not finished, and score all of them and the baselines.
 
     Every question has demonstrations of its own task, the same for every system. Trained weights stay in the
     recipes' outputs and answers in `folder`, so that a second run resumes where an interrupted one stopped.
-    Writes scores.json, scores.md and scores.png.
-
-    Args:
-        where: a folder of recipes, or a shipped one by name.
-        folder: for answers and scores.
-        files: JSONL files, each a task; without any, the invented world's task families, written into `folder`. A part
-            of each file is not scored: demonstrations come from there.
-        split: of the families; "dev" is for choosing recipes' settings.
-        budget: the most training steps of a recipe, which then trains into `folder`; None leaves recipes as they are.
-        questions: the most questions to score.
-        timed: how many of them are timed.
-        tuning: the most other questions for choosing a learning rate for TT-SGD, with the smallest and with the
-            largest K; 0 leaves these two systems out.
-        max_tokens: longest answer.
-        seed: of the draws.
-        progress: show progress bars.
+    Writes scores.json, scores.md and scores.png. The arguments are the command's; `tuning` is the most other questions
+    for choosing a learning rate for TT-SGD, with the smallest and with the largest K.
 
     Raises:
         ConfigError: the recipes do not belong together, or an output was made by another recipe or for another decoder.
@@ -113,14 +97,10 @@ def evaluate(
     if budget is not None:
         recipes = recipes.shortened(budget, folder)
     decoder = open_decoder(recipes.base)
-    shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
-    paths = [Path(file) for file in files]
-    if not files:
-        write_families(folder / "families", split, _FAMILY_QUESTIONS, seed)
-        paths = sorted((folder / "families").glob("*.jsonl"))
+    paths = [Path(file) for file in files] or _families(folder / "families", split)
     tasks = file_tasks(paths, recipes.base.data, decoder)
-    support = max(shown, default=3)
-    apart = drawn_apart(tasks, questions, tuning, support, seed)  # before training, since it may refuse files
+    shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
+    apart = drawn_apart(tasks, questions, tuning, max(shown, default=3))  # before training: it may refuse files
     recipes.train_missing(decoder)
     systems = recipes.systems(decoder)
     episodes, held_back = (
@@ -136,19 +116,21 @@ def evaluate(
         "questions": len(episodes),
         "tuning": len(held_back),
         "max_tokens": max_tokens,
-        "seed": seed,
     }
-    if held_back:
-        systems += _tuned(decoder, systems, held_back, sampling, folder / "tuning", about)
-    systems += controls(systems, decoder, episodes)
-    systems += [] if files else [copy_rule()]
-    answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about, progress)
-    costs = measure(decoder, systems, episodes, sampling, timed)
-    scores = score(episodes, answers, costs)
+    systems += _tuned(decoder, systems, held_back, sampling, folder / "tuning", about)
+    systems += controls(systems, decoder, episodes) + ([] if files else [copy_rule()])
+    answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about)
+    scores = score(episodes, answers, measure(decoder, systems, episodes, sampling, timed))
     about |= {"timed": timed, "device": str(decoder.bundle.backbone.device)}
     report.write(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
     plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
     return scores
+
+
+def _families(folder: Path, split: Literal["dev", "test"]) -> list[Path]:
+    """Files of the invented world's task families, written now."""
+    write_families(folder, split, _FAMILY_QUESTIONS)
+    return sorted(folder.glob("*.jsonl"))
 
 
 def answer_all(
@@ -158,7 +140,6 @@ def answer_all(
     sampling: Sampling,
     folder: Path,
     about: Mapping[str, Any],
-    progress: bool = False,
 ) -> dict[str, list[str]]:
     """Each system's answers, each question with its own demonstrations.
 
@@ -166,7 +147,7 @@ def answer_all(
     """
     folder.mkdir(parents=True, exist_ok=True)
     answers = {}
-    for system in tqdm(systems, desc="answering", unit="system", disable=not progress):
+    for system in tqdm(systems, desc="answering", unit="system"):
         file = folder / f"{system.name.replace(' ', '_').replace(',', '')}.json"
         kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if kept.get("about") != about:
@@ -195,7 +176,7 @@ def _tuned(
     """TT-SGD with the fewest and with the most steps, each at the learning rate with the best F1 on these episodes."""
     found = {s.adaptation.steps: s.adaptation for s in systems if isinstance(s.adaptation, TestTimeSGD)}
     chosen = []
-    for steps in sorted({min(found), max(found)}) if found else ():
+    for steps in sorted({min(found), max(found)}) if found and episodes else ():
         rates = [factor * found[steps].learning_rate for factor in _RATES]
         tried = [System(f"K={steps} {rate:.3g}", replace(found[steps], learning_rate=rate)) for rate in rates]
         answers = answer_all(decoder, tried, episodes, sampling, folder, about)

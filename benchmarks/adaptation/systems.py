@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -26,9 +25,7 @@ from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.recipe import find, load_recipe
-from ctx_compress_rag.training.resuming import FILES_KEY, changed_files
-
-logger = logging.getLogger(__name__)
+from ctx_compress_rag.training.run import run_recipe
 
 ALONE, BASE = "decoder alone", "base adapter"
 AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps
@@ -150,26 +147,12 @@ class Recipes:
         """Run the recipes that are not finished; an interrupted one resumes from its last checkpoint.
 
         Raises:
-            ConfigError: an output was made for another decoder, or by a recipe that has changed since, or whose data or
-                base adapter have.
+            ConfigError: an output was made for another decoder, or by a recipe that has changed since.
         """
-        from ctx_compress_rag.training.run import run_recipe
-
-        for file, recipe in zip(self.files, (self.base, *self.others), strict=True):
-            report = recipe.output / REPORT_FILE
-            if not report.exists():
-                logger.info("training %s", file)
-                run_recipe(file)
-                continue
-            made = json.loads(report.read_text(encoding="utf-8"))
-            if made.get("recipe") != recipe.model_dump(mode="json"):
-                raise ConfigError(f"{recipe.output} was made before {file} was changed: remove it to train it again")
-            if changed := changed_files(recipe, made.get(FILES_KEY, {})):
-                raise ConfigError(
-                    f"{recipe.output} was made before {', '.join(changed)} changed: remove it to train it again"
-                )
-            if made.get("fingerprint") != decoder.bundle.fingerprint:
-                raise ConfigError(f"{recipe.output} was made for another decoder: remove it to train it again")
+        for file in self.files:
+            output = run_recipe(file)
+            if json.loads((output / REPORT_FILE).read_text("utf-8"))["fingerprint"] != decoder.bundle.fingerprint:
+                raise ConfigError(f"{output} was made for another decoder: remove it to train it again")
 
     def systems(self, decoder: Decoder) -> list[System]:
         """The trained systems and the baselines, in the order of a table.

@@ -94,7 +94,7 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
     rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i} " * 9, f"{i}")),)) for i in range(25)]
     write_jsonl(tmp_path / "more.jsonl", rows)
     tasks = Tasks([tmp_path / "more.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
-    asked, tuning = drawn_apart(tasks, 100, 100, 2, seed=0)
+    asked, tuning = drawn_apart(tasks, 100, 100, 2)
     questions = [episode.query.question for episode in asked]
     shown = {d.question for episode in asked for d in episode.support}
     assert len(questions) == len(set(questions)) == 25 - 12 and not shown & set(questions)
@@ -102,9 +102,9 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
     assert all(episode.accepted == answers[episode.query.question] for episode in asked)
     assert not {e.query.question for e in tuning} & set(questions) and len(tuning) == 12
     assert all(e.query.question not in {d.question for d in e.support} for e in tuning)
-    assert [len(part) for part in drawn_apart(tasks, 4, 3, 2, seed=0)] == [4, 3]
+    assert [len(part) for part in drawn_apart(tasks, 4, 3, 2)] == [4, 3]
     with pytest.raises(DataError, match="more has 25 questions: 12 demonstrations need 26"):
-        drawn_apart(tasks, 4, 4, 12, seed=0)
+        drawn_apart(tasks, 4, 4, 12)
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_the_command_trains_and_scores(
 
     # Each answer again by the plainest way, and the scores from the answers.
     data = TaskData(files=[tmp_path / "scores" / "families"])
-    episodes, _ = drawn_apart(file_tasks(data.files, data, adaptive), 6, 0, 2, seed=0)
+    episodes, _ = drawn_apart(file_tasks(data.files, data, adaptive), 6, 0, 2)
     base = Adapter.from_pretrained(tmp_path / "out" / "base", adaptive.bundle.backbone.model)
     update = PredictedUpdate.from_pretrained(tmp_path / "out" / "k2", adaptive)
 
