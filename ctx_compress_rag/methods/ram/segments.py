@@ -61,20 +61,16 @@ class Segments:
 
     @property
     def token_count(self) -> int:
-        """Tokens of the passage."""
         return sum(self.token_counts)
 
     @property
     def token_counts(self) -> list[int]:
-        """Tokens of each segment."""
         return [len(ids) for ids in self.ids]
 
     def span(self, run: Run) -> tuple[int, int]:
-        """The start and end of the run's text."""
         return self.bounds[run.start], self.bounds[run.end]
 
     def text_of(self, run: Run) -> str:
-        """The run's own text."""
         return self.text[slice(*self.span(run))]
 
     def holding(self, answers: Sequence[str]) -> list[bool]:
