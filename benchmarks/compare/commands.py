@@ -10,10 +10,9 @@ import typer
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import Output, quiet_models
-from ctx_compress_rag.errors import ConfigError
 
 
-@command("--budget 400 --jobs 2 --entries mean_pooling comprexit", lab)
+@command("--budget 400 --entries mean_pooling comprexit", lab)
 def compare(
     comparison: Annotated[
         str, typer.Argument(metavar="FILE", help="A YAML file of entries, or a shipped one.")
@@ -31,21 +30,19 @@ def compare(
             help="A decoder's folder or hub id, in place of the file's decoder and teacher.",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(metavar="N", help="Entries trained at the same time.")] = 1,
     table_only: Annotated[bool, typer.Option("--table-only", help="Train nothing; show the finished entries.")] = False,
     output: Output = "ctx-compress-compare",
 ) -> None:
     """Train methods equally and score them.
 
     All start from the same decoder and have the same budget. Writes one table and one plot, also when an entry fails.
-    Run it again after an interruption: finished entries are kept, the others resume at their last checkpoint.
+    Run it again after an interruption: finished entries are kept, the others resume at their last checkpoint. To train
+    several at the same time, run it several times with other --entries.
     """
     from benchmarks.compare.config import BASELINES, Budget, chosen, load_comparison
     from benchmarks.compare.report import save, text
-    from benchmarks.compare.run import Plan, prepare, run_jobs
+    from benchmarks.compare.run import Plan, prepare, run_job
 
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}: give 1 or more")
     quiet_models()
     described = load_comparison(comparison)
     if decoder is not None:
@@ -65,7 +62,8 @@ def compare(
         )
         todo = prepare(described, names, plan)
         try:
-            run_jobs(todo, jobs)
+            for job in todo:
+                run_job(job)
         except Exception:
             if plan.result(BASELINES).exists():  # without them there is nothing to report
                 save(described, folder)

@@ -8,15 +8,10 @@ with a result is not trained again; an interrupted one resumes from its last che
 from __future__ import annotations
 
 import json
-import os
-import sys
-import threading
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,7 +33,7 @@ from ctx_compress_rag.data.examples import read_jsonl, without_long
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.errors import ConfigError, CtxCompressError, TrainingError
+from ctx_compress_rag.errors import ConfigError, TrainingError
 from ctx_compress_rag.evaluation.answering import (
     EXTRACTED,
     FULL,
@@ -62,7 +57,6 @@ from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
-from ctx_compress_rag.training.engine.saved_states import FOLDER, step_of
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.prompts import shares
 from ctx_compress_rag.training.run import run_recipe
@@ -74,7 +68,6 @@ _RECIPE_FILE = "recipe.yaml"
 _SHOWN_AT = 4
 _TIMED_PASSAGES = 50
 _ANSWER_TOKENS = 32
-_POLL_SECONDS = 2.0
 _DELETE = "delete it, and run the comparison again"
 
 
@@ -140,11 +133,6 @@ class EntryJob:
         """Where the entry's stages and log are."""
         return self.plan.output / "entries" / self.name
 
-    @property
-    def steps(self) -> int:
-        """Training steps of all stages."""
-        return sum(recipe.optim.steps for recipe in self.recipes)
-
 
 def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[EntryJob]:
     """Write the output folder's decoder and recipes, and return what has no result yet, the baselines first."""
@@ -165,18 +153,6 @@ def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[En
     for job in work:
         _write_recipes(job)
     return [job for job in work if not plan.result(job.name).exists()]
-
-
-def run_jobs(todo: Sequence[EntryJob], jobs: int) -> None:
-    """Train and score what `prepare` returned, in so many processes, each with its share of the threads.
-
-    If an entry fails, its error is raised, with several jobs once the others are finished.
-    """
-    if jobs == 1:
-        for job in todo:
-            run_job(job)
-    elif todo:
-        _in_processes(todo, jobs)
 
 
 def _claim(plan: Plan, questions: Sequence[Question]) -> None:
@@ -274,60 +250,6 @@ def _recipe_file(recipe: CompressionRecipe) -> Path:
     return recipe.output / _RECIPE_FILE
 
 
-def _in_processes(todo: Sequence[EntryJob], jobs: int) -> None:
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    failed: dict[str, BaseException] = {}
-    # A new process for each job: what one job leaves in memory does not slow the next.
-    with (
-        ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent, max_tasks_per_child=1) as pool,
-        tqdm(total=sum(job.steps for job in todo), desc="training", unit="step") as bar,
-    ):
-        running: dict[Future[None], EntryJob] = {pool.submit(_run_apart, job, threads): job for job in todo}
-        while running:
-            done, _ = wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            bar.n = sum(_steps_done(recipe) for job in todo for recipe in job.recipes)
-            bar.refresh()
-            for future in done:
-                job = running.pop(future)
-                error = future.exception()
-                bar.write(f"{job.name}: {'done' if error is None else f'failed: {error}'}", file=sys.stderr)
-                if error is not None:
-                    failed[job.name] = error
-    if failed:
-        name, error = next(iter(failed.items()))
-        log = todo[0].plan.output / "entries" / name / "log.txt"
-        raise CtxCompressError(f"{len(failed)} of {len(todo)} failed, first {name}: {error}; see {log}") from error
-
-
-def _run_apart(job: EntryJob, threads: int) -> None:
-    """Run a job in this process, which is its own, with all output going to the job's log."""
-    torch.set_num_threads(threads)
-    job.folder.mkdir(parents=True, exist_ok=True)
-    with open(job.folder / "log.txt", "ab", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        run_job(job)
-
-
-def _end_with_parent() -> None:
-    """End this process if the command is killed: otherwise a rerun would train the same entry at the same time."""
-
-    def watch() -> None:
-        parent = parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _steps_done(recipe: CompressionRecipe) -> int:
-    """Steps of a stage that are on disk."""
-    if (recipe.output / REPORT_FILE).exists():
-        return recipe.optim.steps
-    return max(map(step_of, (recipe.output / FOLDER).glob("checkpoint-*")), default=0)
-
-
 def run_job(job: EntryJob) -> None:
     """Train an entry, score it and write its result; or score the baselines and write theirs."""
     questions = job.plan.test_questions()
@@ -369,7 +291,7 @@ def _entry_result(
             for r in job.recipes
             if r.data.part
         ],
-        "steps": job.steps,
+        "steps": sum(recipe.optim.steps for recipe in job.recipes),
         "trained_parameters": max(int(report["trained_parameters"]) for report in reports),
         "training_seconds": sum(float(report["seconds"]) for report in reports),
         "interrupted": any(report["resumed"] for report in reports),
