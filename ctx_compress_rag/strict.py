@@ -50,6 +50,12 @@ def as_positive_int(name: str, value: object) -> int:
     return validate(name, value, _POSITIVE)
 
 
+def as_list(name: str, value: Iterable[T]) -> list[T]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}={short_repr(value)} is a {type(value).__name__}, not a list: give one")
+    return list(value)
+
+
 def as_seconds(name: str, value: object) -> float:
     return validate(name, value, _SECONDS)
 

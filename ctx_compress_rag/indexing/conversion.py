@@ -17,15 +17,6 @@ from zipfile import ZipFile
 
 MOST_TEXT = 32 << 20
 """Characters of a document's text."""
-_CONVERTERS = {
-    ".pdf": "PdfConverter",
-    ".docx": "DocxConverter",
-    ".html": "HtmlConverter",
-    ".htm": "HtmlConverter",
-    ".csv": "CsvConverter",
-    ".pptx": "PptxConverter",
-    ".xlsx": "XlsxConverter",
-}
 _UNREAD_PARTS = {
     "page headers and footers": re.compile(r"word/(header|footer)\d*\.xml"),
     "comments": re.compile(r"word/comments\.xml"),
@@ -40,11 +31,12 @@ def read(path: Path) -> dict[str, Any]:
     from markitdown import StreamInfo, converters
 
     suffix = path.suffix.lower()
+    kind = "Html" if suffix == ".htm" else suffix[1:].capitalize()
     try:
         with path.open("rb") as file:
             if suffix in (".docx", ".pptx", ".xlsx") and file.peek(4)[:4] == b"\xd0\xcf\x11\xe0":
                 return {"error": "it is protected by a password (or of an older format): save it without"}
-            text = getattr(converters, _CONVERTERS[suffix])().convert(file, StreamInfo(extension=suffix)).markdown
+            text = getattr(converters, f"{kind}Converter")().convert(file, StreamInfo(extension=suffix)).markdown
     except OSError as error:
         return {"error": f"it cannot be read ({error.strerror})"}
     except MemoryError:

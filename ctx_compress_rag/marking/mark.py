@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
@@ -26,7 +26,7 @@ from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, to_passage
-from ctx_compress_rag.strict import as_int, validate
+from ctx_compress_rag.strict import as_int, as_list, validate
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
 
@@ -141,9 +141,9 @@ class Marking:
         question: str | None = None,
     ) -> list[Marked]:
         """See the function `mark`."""
-        texts = _listed("texts", texts)
-        ids = [None] * len(texts) if ids is None else _listed("ids", ids)
-        relevances = None if scores is None else [*map(relevance, _listed("scores", scores))]
+        texts = as_list("texts", texts)
+        ids = [None] * len(texts) if ids is None else as_list("ids", ids)
+        relevances = None if scores is None else [*map(relevance, as_list("scores", scores))]
         for what, given in (("ids", ids), ("scores", relevances)):
             if given is not None and len(given) != len(texts):
                 raise ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
@@ -385,12 +385,6 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
             f"{most:,} are allowed: use fewer markers"
         )
     return "".join(texts)
-
-
-def _listed(what: str, given: Iterable[T]) -> list[T]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ConfigError(f"{what}={short_repr(given)} is no list: give one")
-    return list(given)
 
 
 @cache

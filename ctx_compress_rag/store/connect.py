@@ -42,8 +42,7 @@ def connect(location: Location | Place) -> Place:
 def companion(location: object, collection: str) -> str:
     """The name of the collection of soft contexts beside the app's, which is named or is the location itself."""
     if isinstance(location, chromadb.Collection):
-        if "ctx_format" in (location.metadata or {}):
-            raise ConfigError(f"{location.name!r} holds soft contexts itself: give the app's own collection")
+        check_apps_own(location)
         collection = location.name
     if not isinstance(collection, str) or not _NAME.fullmatch(name := f"{collection}-ctx"):
         raise ConfigError(
@@ -51,6 +50,12 @@ def companion(location: object, collection: str) -> str:
             "'-' that starts with a letter or digit; to give a collection itself, use it as the location"
         )
     return name
+
+
+def check_apps_own(collection: chromadb.Collection) -> None:
+    """Raise ConfigError for a collection of soft contexts."""
+    if "ctx_format" in (collection.metadata or {}):
+        raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
 
 
 def check_name(folder: str) -> None:

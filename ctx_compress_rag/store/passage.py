@@ -17,6 +17,8 @@ from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.collection import AppCollection, batches, pages
+from ctx_compress_rag.store.connect import check_apps_own
+from ctx_compress_rag.strict import as_list
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +202,7 @@ def listed_passages(
             "a framework's vector store, or of what its `get` returned, give its chromadb collection"
         )
     items = list(documents)
-    names = [None] * len(items) if ids is None else _listed(ids)
+    names = [None] * len(items) if ids is None else as_list("ids", ids)
     if len(names) != len(items):
         raise ConfigError(f"{len(names)} ids for {len(items)} documents: give one id per document")
     return [to_passage(item, name, place) for place, (item, name) in enumerate(zip(items, names, strict=True))]
@@ -235,7 +237,7 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: ids is a single str or not iterable, or an id is not a str of valid Unicode.
     """
-    listed = _listed(ids)
+    listed = as_list("ids", ids)
     for id in listed:
         if not isinstance(id, str):
             raise ConfigError(f"ids must be str, got the {type(id).__name__} {short_repr(id)}")
@@ -255,8 +257,7 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
         raise ConfigError(f"{kind} is not a chromadb.Collection: give client.get_collection(NAME) of a Chroma client")
-    if "ctx_format" in (collection.metadata or {}):
-        raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
+    check_apps_own(collection)
     records = AppCollection(collection)
     for ids in pages(records.ids()):
         for id, (text, metadata) in records.texts(ids).items():
@@ -282,12 +283,6 @@ def _utf8(text: str, label: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ConfigError(f"{label} is not valid Unicode ({error.reason} at {error.start}): decode it again") from error
-
-
-def _listed(ids: Iterable[str]) -> list[str]:
-    if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise ConfigError(f"ids must be a list, got the {type(ids).__name__} {short_repr(ids)}")
-    return list(ids)
 
 
 def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:

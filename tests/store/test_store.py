@@ -152,7 +152,7 @@ def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bun
         (["good", "more"], ["a"], "1 ids for 2 documents"),
         ("one text", None, "list"),
         ({"ids": ["a"], "documents": ["of a collection's get"]}, None, "got dict.*give its chromadb collection"),
-        (["one", "two", "three"], "xyz", "ids must be a list, got the str 'xyz'"),
+        (["one", "two", "three"], "xyz", "ids='xyz' is a str"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
