@@ -111,7 +111,12 @@ def test_ensure_takes_repeats_and_keeps_metadata(store: SoftContextStore, bundle
     assert store.ensure(texts, ["a", "c", "c"]) == ["a", "c", "c"] == store.ensure(texts, ["a", "c", "c"])
     assert bundle.calls == [[passage(0)], [passage(2)]]
     assert store.get_passages(["a"])[0].metadata == {"source": "kept"}
-    assert store.ensure([]) == []
+    assert store.ensure([]) == store.stored_ids([]) == []
+    excerpt, other = passage(0, 12), passage(3)
+    assert store.ensure([excerpt, other, passage(0)], ["a"] * 3) == [content_id(excerpt), content_id(other), "a"]
+    assert store.ensure([passage(4), passage(5)], ["d", "d"]) == ["d", content_id(passage(5))]
+    asked = [passage(0), excerpt, passage(5), passage(6)]
+    assert store.stored_ids(asked, ["a", "a", "d", "d"]) == ["a", content_id(excerpt), content_id(passage(5)), None]
 
 
 def test_an_excerpt_of_anothers_passage_hides_it_from_nobody(store: SoftContextStore) -> None:
