@@ -16,9 +16,11 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, DataError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from ctx_compress_rag.indexing.chunking import chunk
+from ctx_compress_rag.indexing.fit import Fit
 from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
 from ctx_compress_rag.indexing.inputs import Input, as_text
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
+from ctx_compress_rag.store.passage import passages_in
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class _Cut:
         self.sources: set[str] = set()  # only those of passages stored before
         self.files = 0
         self.bytes = 0
+        self.fit = Fit(index.bundle)
         self._known = set(self.stored.values()).union(*(sources.values() for sources in self.elsewhere.values()))
         self._given, self._tokenizer, self._chunk_tokens = given, index.bundle.tokenizer, chunk_tokens
 
@@ -74,6 +77,8 @@ class _Cut:
                 passage = make_passage(part, text.source, self.root)
                 if passage.id not in self.ids:
                     self.ids.add(str(passage.id))
+                    if passage.id not in self.stored:
+                        self.fit.look(passage)
                     yield passage
             self.bytes = end
 
@@ -102,7 +107,7 @@ def update_index(
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
     are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
-    read stay. A row of JSONL counts as a file.
+    read stay. A row of JSONL counts as a file. Passages that the bundle reads badly are warned of.
 
     Args:
         index: the index.
@@ -136,6 +141,7 @@ def update_index(
     moved = cut.moved()
     gone += [id for sources in moved.values() for id in sources]
     index.remove(stale + gone if prune else stale)
+    cut.fit.warn()
     return IndexReport(
         files=cut.files,
         added=added,
@@ -168,5 +174,12 @@ def compress_collection(
         names = ", ".join(sorted(each.name for each in client.list_collections()))
         raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
     loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
+    passages = list(passages_in(collection))
     with SoftContextStore(collection, loaded, codec=codec) as store:
-        return store.add(collection)
+        done = store.add(passages)
+    if done.added or done.updated:
+        fit = Fit(loaded)
+        for passage in passages:
+            fit.look(passage)
+        fit.warn()
+    return done

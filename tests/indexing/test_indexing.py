@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, StoreError
-from ctx_compress_rag.indexing import build
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
 from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk
+from ctx_compress_rag.indexing.fit import Fit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import Input, open_input
 from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.store import Passage
 from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 
@@ -276,6 +279,35 @@ def test_a_renamed_folder_is_noticed(index: PassageIndex, tmp_path: Path) -> Non
     report = update(index, tmp_path / "renamed", prune=True)
     assert (report.pruned, report.moved) == (before, (str(docs),))
     assert set(index.roots()) == {str(copy), str(tmp_path / "renamed"), str(other)}
+
+
+ENGLISH = (
+    "In 1911 the flood took the mill on the river, and its owner sold what was left to the town, see [12], XQ-77. "
+)
+GERMAN = "Im Jahr 1911 nahm das Hochwasser die alte Mühle mit, und ihr Besitzer verkaufte den Rest an die Stadt. "
+CHINESE = "那一年洪水冲走了河边的老磨坊。主人把剩下的卖给了镇上。镇上在那里建了一所学校。然后他们搬到了山上的新房子里。"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENGLISH, []),
+        ("| XQ-77 | 1911 | 12.50 |\n" * 9, []),
+        (ENGLISH * 30, ["longer"]),
+        (GERMAN, ["English"]),
+        (CHINESE, ["English"]),
+    ],
+)
+def test_passages_that_the_bundle_reads_badly_are_warned_of(
+    caplog: pytest.LogCaptureFixture, text: str, said: list[str]
+) -> None:
+    fit = Fit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+    for number in range(2):
+        fit.look(Passage(text, f"p{number}"))
+    fit.warn()
+    assert len(caplog.records) == len(said)
+    for record, part in zip(caplog.records, said, strict=True):
+        assert record.args[:2] == (2, "p0") and part in record.getMessage()
 
 
 def test_folders_in_one_index_do_not_disturb_each_other(index: PassageIndex, tmp_path: Path) -> None:
