@@ -53,10 +53,7 @@ def _spread(tasks: Tasks, count: int, demonstrations: int, of_pool: bool) -> lis
 
 
 def digest(episodes: Iterable[Episode]) -> str:
-    """64 hex digits that identify the episodes' contents: they change if a file has other questions under its old name.
-
-    Take it before `with_slots`, whose markers are new in every run.
-    """
+    """64 hex digits that identify the episodes' contents, whatever their files are called."""
     hashed = hashlib.sha256()
     for episode in episodes:
         hashed.update(json.dumps(asdict(episode)).encode())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from benchmarks.adaptation.systems import (
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.episodes import Episode, with_slots
+from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
@@ -100,19 +99,16 @@ def evaluate(
     paths = [Path(file) for file in files] or _families(folder / "families", split)
     tasks = file_tasks(paths, recipes.base.data, decoder)
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
-    apart = drawn_apart(tasks, questions, tuning, max(shown, default=3))  # before training: it may refuse files
+    episodes, held_back = drawn_apart(tasks, questions, tuning, max(shown, default=3))  # before training: it may refuse
     recipes.train_missing(decoder)
     systems = recipes.systems(decoder)
-    episodes, held_back = (
-        [with_slots(episode, decoder.store, recipes.base.ratio) for episode in drawn] for drawn in apart
-    )
     sampling = Sampling(max_tokens=max_tokens)
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
         "trained": [weights_digest(recipe.output) for recipe in (recipes.base, *recipes.others)],
         "data": [path.name for path in paths] if files else f"task families, {split}",
-        "episodes": digest(chain(*apart)),
+        "episodes": digest([*episodes, *held_back]),
         "questions": len(episodes),
         "tuning": len(held_back),
         "max_tokens": max_tokens,

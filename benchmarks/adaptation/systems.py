@@ -117,7 +117,7 @@ class Recipes:
         [(base_file, base)] = bases.items()
         others = {file: recipe for file, recipe in found.items() if file != base_file}
         for file, recipe in others.items():
-            for key in ("bundle", "decoder", "revision", "ratio"):
+            for key in ("bundle", "decoder", "revision"):
                 if getattr(recipe, key) != getattr(base, key):
                     raise ConfigError(
                         f"{file}: {key} is {getattr(recipe, key)}, not {getattr(base, key)} as in {base_file}"

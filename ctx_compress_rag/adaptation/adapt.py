@@ -19,7 +19,6 @@ from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks.llm import DecoderLLM
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.chat import answer_ids
 
 LLM = TypeVar("LLM", bound=DecoderLLM)
@@ -38,9 +37,7 @@ class Adaptation(ABC):
         """
 
 
-def adapt(
-    llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptation, *, ratio: int | None = None
-) -> LLM:
+def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptation) -> LLM:
     """An LLM that answers as the demonstrations do (RAG-GD); `llm` stays unchanged.
 
     All LLMs adapted from one share its weights in memory, and may be used side by side in threads. The adapter is
@@ -50,20 +47,15 @@ def adapt(
         llm: of either framework; adapting an adapted one starts again from the original.
         demonstrations: solved examples: question, passages, answer.
         adaptation: a way to adapt, such as `PredictedUpdate.from_pretrained(folder, llm.decoder)`.
-        ratio: read the demonstrations' passages as soft contexts of the store with this many source tokens per slot
-            (missing ones are compressed); None reads them as they are, texts or markers.
 
     Raises:
-        ConfigError: there are no demonstrations, an answer is empty, a demonstration is longer than the model's window,
-            or another engine than transformers runs the decoder.
+        ConfigError: there are no demonstrations, an answer is empty, a demonstration holds a marker or is longer than
+            the model's window, or another engine than transformers runs the decoder.
     """
     if not demonstrations:
         raise ConfigError("there is nothing to adapt to: give one demonstration or more")
     decoder = with_adapter(llm, None).decoder
-    with llm.in_scope():
-        if ratio is not None:
-            demonstrations = [demonstration.marked(llm.store, ratio) for demonstration in demonstrations]
-        return with_adapter(llm, adaptation.adapt(decoder, demonstrations))
+    return with_adapter(llm, adaptation.adapt(decoder, demonstrations))
 
 
 def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
@@ -111,7 +103,7 @@ class AdaptedDecoder(PlainDecoder):
         self.adapter = adapter
 
     def text_decoder(self) -> AbstractContextManager[Any]:
-        return opened(self.original, self.adapter)
+        return opened(self.original.text_decoder(), self.adapter)
 
 
 class AdaptedBundle(Bundle):
@@ -128,40 +120,24 @@ class AdaptedBundle(Bundle):
         return self.original.fingerprint
 
     def text_decoder(self) -> AbstractContextManager[Any]:
-        return opened(self.original, self.adapter)
+        return opened(self.original.text_decoder(), self.adapter)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        return opened(self.original, self.adapter, slot_mask)
+        return opened(self.original.soft_decoder(slot_mask), self.adapter)
 
 
 @contextmanager
-def opened(decoder: PlainDecoder, adapter: Adapter | None, slot_mask: Tensor | None = None) -> Iterator[Any]:
-    """Lock a decoder's transformers model for this thread, with an adapter on top.
-
-    `slot_mask` is bool (batch, length), True at the prompts' slots; None: the prompts are plain text.
-    """
-    reading = decoder.text_decoder()
-    if slot_mask is not None and isinstance(decoder, Bundle):
-        reading = decoder.soft_decoder(slot_mask)
+def opened(reading: AbstractContextManager[Any], adapter: Adapter | None) -> Iterator[Any]:
+    """Lock the model of a bundle's `text_decoder` or `soft_decoder` for this thread, with an adapter on top."""
     with reading as model, applied(model, adapter):
         yield model
-
-
-def identity(decoder: PlainDecoder, ratio: int | None) -> str:
-    """64 hex digits that identify what updates are made for: the bundle if passages are slots, else the decoder.
-
-    Fine-tuning the decoder changes it, and so does a bundle that holds a copy of it in half precision, or a teacher,
-    which reads its text.
-    """
-    return decoder.weights_digest if ratio is None else decoder.fingerprint
 
 
 def rows_of(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
     """The demonstrations, with their answers, as a decoder reads them.
 
     Raises:
-        ConfigError: an answer is empty, or a demonstration is longer than the model's window.
-        MissingPassageError, PayloadError: a marker's slots cannot be read.
+        ConfigError: an answer is empty, or a demonstration holds a marker or is longer than the model's window.
     """
     tokenizer, window = decoder.bundle.tokenizer, decoder.bundle.backbone.window
     if tokenizer.eos_token_id is None:
@@ -171,6 +147,8 @@ def rows_of(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[P
     for number, (prompt, shown) in enumerate(zip(decoder.preparer.prepare(chats), demonstrations, strict=True)):
         if not shown.answer.strip():
             raise ConfigError(f"the answer of demonstration {number} is empty: give the answer as it should be")
+        if prompt.soft:
+            raise ConfigError(f"demonstration {number} holds markers: give the text that they stand for")
         row = prompt.then(torch.tensor([*answer_ids(tokenizer, shown.answer), tokenizer.eos_token_id]))
         if window is not None and row.length > window:
             raise ConfigError(
@@ -179,17 +157,3 @@ def rows_of(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[P
             )
         rows.append(row)
     return rows
-
-
-def ratios_of(decoder: Decoder, demonstration: Demonstration) -> set[int | None]:
-    """The ratios of a demonstration's passages; None stands for text."""
-    store = decoder.store
-
-    def of(text: str) -> set[int | None]:
-        parts = [] if store is None else store.split(text)
-        return {store.base_ratio * part.factor for part in parts if store and isinstance(part, Marker)}
-
-    found = of(demonstration.question)
-    for passage in filter(str.strip, demonstration.passages):
-        found |= of(passage) or {None}
-    return found

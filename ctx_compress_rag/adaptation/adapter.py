@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -117,12 +116,10 @@ class Adapter:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        alpha, factor = round(self.scale * self.rank), 1.0
-        if not math.isclose(alpha, self.scale * self.rank):
-            alpha, factor = self.rank, self.scale  # peft's lora_alpha is an integer, so `b` takes the scale
+        alpha = self.scale * self.rank
         LoraConfig(
             r=self.rank,
-            lora_alpha=alpha,
+            lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]  # peft itself divides it
             target_modules=sorted({name.rpartition(".")[2] for name in self.a}),
             base_model_name_or_path=decoder,
             task_type="CAUSAL_LM",
@@ -131,7 +128,7 @@ class Adapter:
         tensors = {}
         for name in self.a:
             tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = self.a[name].detach().float().cpu().contiguous()
-            tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = (factor * self.b[name].detach().float()).cpu().contiguous()
+            tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = self.b[name].detach().float().cpu().contiguous()
         save_file(tensors, folder / ADAPTER_FILE)
 
     @classmethod

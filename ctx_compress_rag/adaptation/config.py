@@ -40,23 +40,19 @@ class AdaptationRecipe(BaseRecipe):
     """A stage of adapting a frozen decoder to demonstrations (In-Context Optimization).
 
     Attributes:
-        bundle: the bundle of the decoder; passages are read as text, or with `ratio` as soft contexts.
-        decoder: instead of a bundle, the decoder's folder, hub id or GGUF file; it reads text.
-        ratio: source tokens per slot.
+        bundle: the bundle of the decoder.
+        decoder: instead of a bundle, the decoder's folder, hub id or GGUF file.
     """
 
     bundle: str | None = None
     decoder: str | GgufDecoder | None = None
     revision: str | None = None
-    ratio: int | None = Field(default=None, gt=0)
     data: TaskData
 
     @model_validator(mode="after")
     def _one_decoder(self) -> AdaptationRecipe:
         if (self.decoder is None) == (self.bundle is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle")
-        if self.decoder and self.ratio:
-            raise ValueError("ratio needs a bundle, whose compressor makes the slots: give bundle, not decoder")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Episode:
 class Tasks:
     """JSONL files (see `data.examples.read_jsonl`), each a task named after its file; arguments as in `TaskData`.
 
-    If two have the same name, the tasks' names include their folders. Accepted answers are not cut.
+    Accepted answers are not cut.
     """
 
     files: InitVar[Sequence[Path]]
@@ -46,7 +46,9 @@ class Tasks:
     examples: dict[str, list[Example]] = field(init=False)
 
     def __post_init__(self, files: Sequence[Path]) -> None:
-        self.examples = {name: _distinct(read_jsonl(file)) for name, file in zip(_names(files), files, strict=True)}
+        self.examples = {file.stem: _distinct(read_jsonl(file)) for file in files}
+        if len(self.examples) < len(files):
+            raise DataError(f"two of the files {sorted(map(str, files))} have one name, endings aside: rename one")
         for name, examples in self.examples.items():
             if len(examples) < 2:
                 raise DataError(f"the task {name} has one question: give it more, to demonstrate with")
@@ -84,17 +86,6 @@ def _distinct(examples: Sequence[Example]) -> list[Example]:
     return list(first.values())
 
 
-def _names(files: Sequence[Path]) -> list[str]:
-    """The files' names without ending, after as many folders as make all of them different."""
-    paths = [(file.parent / file.stem).parts for file in files]
-    for depth in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-depth:]) for parts in paths]
-        if len(set(names)) == len(names):
-            return names
-    twice = next(file for file, parts in zip(files, paths, strict=True) if paths.count(parts) > 1)
-    raise DataError(f"two of the files are {twice.parent / twice.stem}, endings aside: rename one, or give it once")
-
-
 @dataclass(frozen=True)
 class Episodes(Sequence[Any]):
     """Episodes by number, drawn on access, so that an interrupted run continues with the same ones."""
@@ -111,17 +102,3 @@ class Episodes(Sequence[Any]):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return self.tasks.draw(random.Random(f"{self.seed}:{index}"), self.demonstrations)
-
-
-def with_slots(episode: Episode, store: Any, ratio: int | None) -> Episode:
-    """The episode with soft contexts of a store for passages; ratio None leaves them as text."""
-    if ratio is None:
-        return episode
-    for each in (*episode.support, episode.query):
-        if not each.passages:  # whether it is read as text or by the reader would depend on its batch
-            raise DataError(
-                f"the question {each.question!r} of the task {episode.task} has no passages to make soft contexts of: "
-                "leave it out, or leave `ratio` out of the recipe"
-            )
-    support = tuple(demonstration.marked(store, ratio) for demonstration in episode.support)
-    return replace(episode, support=support, query=episode.query.marked(store, ratio))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ctx_compress_rag.adaptation.adapt import Adaptation, identity, ratios_of, rows_of
+from ctx_compress_rag.adaptation.adapt import Adaptation, rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import PredictorSettings
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
@@ -36,13 +36,12 @@ class PredictorConfig(PredictorSettings):
 
     Attributes:
         format: version of the format.
-        fingerprint: `adapt.identity` of the decoder that it was made for; `build` fills it in.
-        ratio: source tokens per slot of the demonstrations' passages; None if they are text.
+        fingerprint: `weights_digest` of the decoder that it was made for; `build` fills it in. Fine-tuning the decoder
+            changes it, and so does a bundle that holds a copy of it in half precision, or a teacher.
     """
 
     format: Literal[1] = 1
     fingerprint: str = ""
-    ratio: int | None = Field(default=None, gt=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +57,7 @@ class PredictedUpdate(Adaptation):
         """Build one with an untrained predictor, on a base retrieval adapter for this decoder."""
         dim = int(decoder.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
-        made_for = config.model_copy(update={"fingerprint": identity(decoder, config.ratio)})
+        made_for = config.model_copy(update={"fingerprint": decoder.weights_digest})
         return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
 
     def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter:
@@ -79,27 +78,13 @@ class PredictedUpdate(Adaptation):
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
 
     def rows(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
-        """The demonstrations as the decoder reads them.
-
-        Raises:
-            ConfigError: the predictor was trained with another number of them, or with their passages in another form.
-        """
+        """The demonstrations as the decoder reads them; a ConfigError if it was trained with another number of them."""
         if len(demonstrations) != self.config.demonstrations:
             raise ConfigError(
                 f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
                 f"{len(demonstrations)}: give as many as in training"
             )
-        rows = rows_of(decoder, demonstrations)
-        wanted = self.config.ratio
-        for number, (row, demonstration) in enumerate(zip(rows, demonstrations, strict=True)):
-            # A marker whose slots cannot be read may have been read as text.
-            given = ratios_of(decoder, demonstration) if row.soft else {None}
-            if other := sorted(given - {wanted}, key=lambda ratio: ratio or 0):
-                raise ConfigError(
-                    f"this predictor was trained on demonstrations whose passages are {_as_read(wanted)}, and those of "
-                    f"demonstration {number} are {' and '.join(map(_as_read, other))}: give passages as in training"
-                )
-        return rows
+        return rows_of(decoder, demonstrations)
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
         """Write the predictor, and under `base/` the base adapter as a peft adapter."""
@@ -126,7 +111,7 @@ class PredictedUpdate(Adaptation):
         except ValidationError as error:
             raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
         bundle = decoder.bundle
-        if config.fingerprint != identity(bundle, config.ratio):
+        if config.fingerprint != bundle.weights_digest:
             raise BundleError(
                 f"the predictor in {folder} was made for another decoder: train one for this decoder with recipes that "
                 "name this bundle (bundle: in place of decoder:)"
@@ -139,7 +124,3 @@ class PredictedUpdate(Adaptation):
             raise BundleError(f"the predictor in {folder} does not fit this decoder and its config: {error}") from error
         made.predictor.requires_grad_(False)
         return made
-
-
-def _as_read(ratio: int | None) -> str:
-    return "text" if ratio is None else f"soft contexts of ratio {ratio}"

@@ -78,7 +78,7 @@ def pooled_states(
     """
     rows = [row for context in contexts for row in context]
     batch = splice(decoder.backbone.embeddings, rows)
-    with opened(decoder, base, batch.slot_mask if any(row.soft for row in rows) else None) as model:
+    with opened(decoder.text_decoder(), base) as model:
         states = _hidden_states(model, batch.model_inputs(), layer)
     last = states[:, -1].float()  # padding is on the left
     return torch.stack([part.mean(dim=0) for part in last.split([len(context) for context in contexts])])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import chromadb
 import torch
 from torch import nn
 
@@ -22,7 +20,7 @@ from ctx_compress_rag.adaptation.config import (
     TaskData,
     UpdatePredictorRecipe,
 )
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, with_slots
+from ctx_compress_rag.adaptation.episodes import Episodes, Tasks
 from ctx_compress_rag.adaptation.objectives import MatchingLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.updates import norms
@@ -31,7 +29,6 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.examples import read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.engine.loop import Collate, Job
 from ctx_compress_rag.training.engine.processes import training_device
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -43,21 +40,12 @@ _CALIBRATED = 16  # contexts to measure a predictor's scales on
 
 
 def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> Decoder:
-    """Load the recipe's decoder, with a store in memory if passages become slots."""
+    """Load the recipe's decoder."""
     device = device or training_device()
     if recipe.decoder is not None:
         return Decoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
-    bundle = Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision)
-    if recipe.ratio is None:
-        return Decoder(bundle)
-    base = None if bundle.compressor.nestable else recipe.ratio
-    # Chroma's stores in memory share one engine: a unique name keeps this one separate.
-    collection = f"adaptation-{secrets.token_hex(8)}"
-    store = SoftContextStore(
-        chromadb.EphemeralClient(), bundle, collection=collection, ratio=base, key=secrets.token_bytes(32)
-    )
-    return Decoder(bundle, store)
+    return Decoder(Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision))
 
 
 def load_tasks(recipe: AdaptationRecipe, decoder: Decoder) -> Tasks:
@@ -78,18 +66,14 @@ def file_tasks(files: Sequence[Path], data: TaskData, decoder: Decoder) -> Tasks
 class Batches:
     """Makes the objectives' batches: numbers of episodes -> the episodes as rows that the decoder reads."""
 
-    recipe: AdaptationRecipe
     decoder: Decoder
     episodes: Episodes
 
-    def _episodes(self, numbers: Sequence[int]) -> list[Episode]:
-        return [with_slots(self.episodes[number], self.decoder.store, self.recipe.ratio) for number in numbers]
-
     def queries(self, numbers: Sequence[int]) -> dict[str, Any]:
-        return {"rows": rows_of(self.decoder, [episode.query for episode in self._episodes(numbers)])}
+        return {"rows": rows_of(self.decoder, [self.episodes[number].query for number in numbers])}
 
     def contexts(self, numbers: Sequence[int]) -> dict[str, Any]:
-        whole = self._episodes(numbers)
+        whole = [self.episodes[number] for number in numbers]
         return {
             "numbers": numbers,
             "contexts": [rows_of(self.decoder, episode.support) for episode in whole],
@@ -99,8 +83,7 @@ class Batches:
 
 def batches_of(recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> Batches:
     """What a recipe's training reads."""
-    episodes = Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed)
-    return Batches(recipe, decoder, episodes)
+    return Batches(decoder, Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed))
 
 
 def job(

@@ -55,7 +55,7 @@ def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], a
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
     batch = splice(decoder.backbone.embeddings, rows)
     own = None if adapter is None else adapter.rows(owners)
-    with opened(decoder, own, batch.slot_mask if any(row.soft for row in rows) else None) as model:
+    with opened(decoder.text_decoder(), own) as model:
         logits, ids = predict(model, batch, rows)
     losses = F.cross_entropy(logits, ids, reduction="none")
     tokens = torch.tensor([int(row.answers.sum()) for row in rows])

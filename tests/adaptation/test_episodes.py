@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.episodes import Episode, Episodes, Tasks, with_slots
+from ctx_compress_rag.adaptation.episodes import Episodes, Tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -49,25 +48,5 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
     write_jsonl(tmp_path / "lonely.jsonl", rows[:1])
     with pytest.raises(DataError, match="lonely has one question"):
         Tasks([tmp_path / "lonely.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
-
-
-def test_files_of_one_name_are_tasks_of_their_own(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    files = [tmp_path / folder / "train.jsonl" for folder in ("nq", "triviaqa")]
-    for file in files:
-        file.parent.mkdir()
-        name = file.parent.name
-        write_jsonl(file, [Example((f"{i}.", "Two.", "3."), (Turn(f"{name} {i}?", ("yes",)),)) for i in range(4)])
-    tasks = Tasks(files, PromptBuilder(tiny_tokenizer), 40, 6, passages=2)
-    seen = {(e.task, e.query.question.split()[0]) for e in Episodes(tasks, 30, 2, seed=0)}
-    assert seen == {("nq/train", "nq"), ("triviaqa/train", "triviaqa")}
-    assert all(d.passages[1:] == ("Two.",) for e in Episodes(tasks, 5, 2, seed=0) for d in (*e.support, e.query))
-    with pytest.raises(DataError, match=r"two of the files are .*nq.train, endings aside"):
-        Tasks([*files, files[0]], PromptBuilder(tiny_tokenizer), 40, 6)
-
-
-def test_soft_contexts_need_passages() -> None:
-    given, bare = Demonstration("Who?", ("A text.",), "me"), Demonstration("What?", (), "it")
-    for episode in (Episode("two", (given, bare), given), Episode("two", (given,), bare)):
-        with pytest.raises(DataError, match=r"'What\?' of the task two has no passages"):
-            with_slots(episode, None, 4)
-        assert with_slots(episode, None, None) is episode
+    with pytest.raises(DataError, match="one name"):
+        Tasks([tmp_path / "one.jsonl"] * 2, PromptBuilder(tiny_tokenizer), 40, 6)

@@ -169,16 +169,16 @@ def test_the_command_trains_and_scores(
     assert kept("predicted from another task, K=2") == [asked(episode, update) for episode in swapped]
 
 
-def test_the_command_reads_files_and_slots_and_takes_a_budget(
+def test_the_command_reads_files_and_takes_a_budget(
     tmp_path: Path, bundle_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tasks from files, passages as slots from the store, one predictor; a file asks as many as it has."""
+    """Tasks from files, one predictor; a file asks as many as it has."""
     monkeypatch.setitem(evaluate.__kwdefaults__, "tuning", 2)
     for task in ("one", "two"):
         rows = [Example((f"{task} has {i}.", "More."), (Turn(f"What has {task}, {i}?", (str(i),)),)) for i in range(8)]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
     data = {"files": [str(tmp_path / "one.jsonl")], "passages": 1}
-    files = small_recipes(tmp_path, bundle_folder, steps=50, ratio=4, data=data)
+    files = small_recipes(tmp_path, bundle_folder, steps=50, data=data)
     for name in ("prefix", "k2", "task"):
         files[name].unlink()
     command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--data", str(tmp_path / "two.jsonl")]

@@ -48,11 +48,10 @@ def drawn(shapes: Any, rank: int, generator: torch.Generator, size: float, scale
     return Adapter(a, b, scale)
 
 
-def save_predictor(bundle: Any, folder: Path, ratio: int | None = None) -> Path:
+def save_predictor(bundle: Any, folder: Path) -> Path:
     """A predictor of random weights, whose updates are large enough to change answers."""
-    config = PREDICTOR.model_copy(update={"ratio": ratio})
     torch.manual_seed(3)
-    made = PredictedUpdate.build(random_adapter(bundle.backbone.model, 4, seed=8), bundle, config)
+    made = PredictedUpdate.build(random_adapter(bundle.backbone.model, 4, seed=8), bundle, PREDICTOR)
     with torch.no_grad():
         for parameter in made.predictor.parameters():
             parameter.normal_(std=0.5)

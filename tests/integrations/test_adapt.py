@@ -1,6 +1,7 @@
 """`adapt(llm, demonstrations, adaptation)`: LLMs of both frameworks side by side on one decoder."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.store import marker as markers
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, save_predictor
 from helpers.decoding import by_transformers
 from helpers.frameworks import FRAMEWORKS, every_way
-from helpers.langchain import QUESTION, TOKENS, App, open_app
+from helpers.langchain import QUESTION, TOKENS, App
 
 
 @pytest.fixture(scope="module")
@@ -69,26 +69,12 @@ def test_the_adapter_is_saved_for_peft(app: App, update: PredictedUpdate, tmp_pa
     assert loaded.invoke(QUESTION).content == adapted.invoke(QUESTION).content != llm.invoke(QUESTION).content
 
 
-def test_demonstrations_are_read_from_the_store(talkative: Any, tmp_path: Path) -> None:
-    """The update is that of the slots, read in the model's scope."""
-    app = open_app(tmp_path / "app", talkative, indexed=False)
-    folder = save_predictor(talkative, tmp_path / "predictor", ratio=8)
-    llm = app.llm(scope="anna")
-    update = PredictedUpdate.from_pretrained(folder, llm.decoder)
-    got = adapt(llm, DEMONSTRATIONS, update, ratio=8).decoder.bundle.adapter
-    passages = {passage for demonstration in DEMONSTRATIONS for passage in demonstration.passages}
-    stored = app.store.get_passages(app.store.ids("anna"), "anna")
-    assert {passage.text for passage in stored} == passages  # compressed once, and kept
-    assert len(app.store) == len(passages)
-    with markers.scope("anna"):
-        marked = [demonstration.marked(app.store, 8) for demonstration in DEMONSTRATIONS]
-        expected = update.adapt(Decoder(app.bundle, app.store), marked)
-    assert all(torch.equal(got.a[n], expected.a[n]) and torch.equal(got.b[n], expected.b[n]) for n in expected.a)
-
-
 def test_what_cannot_be_adapted_says_so(app: App, update: PredictedUpdate) -> None:
     with pytest.raises(ConfigError, match="nothing to adapt to"):
         adapt(app.llm(), [], update)
+    shown = replace(DEMONSTRATIONS[1], passages=(app.store.marker("tower", 8),))
+    with pytest.raises(ConfigError, match="demonstration 1 holds markers"):
+        adapt(app.llm(), [DEMONSTRATIONS[0], shown, DEMONSTRATIONS[2]], update)
     with pytest.raises(ConfigError, match="http://localhost:1"):
         adapt(app.llm(engine="http://localhost:1"), DEMONSTRATIONS, update)
     # LangChain would make a new model from the options alone.
