@@ -63,20 +63,17 @@ def ask(
         raise ConfigError("the question is empty: ask something")
     shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
     shared.check_apart(text_share=text_share, text=text)
-    is_server = engine.startswith("http")
-    if extractive and is_server:
-        raise ConfigError(f"--extractive: {engine} cannot quote: leave it out, or use another --engine")
     shared.check_template(template)
     shared.quiet_models()
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
-        from ctx_compress_rag.decoding.decoder import Decoder
+        from ctx_compress_rag.decoding.decoder import Decoder, quotes
         from ctx_compress_rag.decoding.sampling import Sampling
         from ctx_compress_rag.indexing.retrieval import Retrieval
 
         config, options = opened.bundle.config, shared.engine_options(engine, server_key)
         decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:
-            extractive = config.extractive and not is_server
+            extractive = quotes(opened.bundle, engine)
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
         retrieval = Retrieval(opened, k, ratio, token_budget, text_share, as_text=text, template=template)
         for each in _asked() if question is None else [question]:

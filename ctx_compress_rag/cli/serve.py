@@ -73,7 +73,7 @@ def serve(
     to the scope of the request's API key; without keys, the server answers only this machine, in the store's own scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.decoding.decoder import Decoder, check_options
+    from ctx_compress_rag.decoding.decoder import Decoder, check_options, quotes
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.indexing.retrieval import Retrieval
     from ctx_compress_rag.server import run
@@ -97,8 +97,7 @@ def serve(
             index = stack.enter_context(open_index(store, bundle, device=device, dtype=dtype))
             served, opened = index.bundle, index.store
             if retrieve is not None:
-                quotes = served.config.extractive and not engine.startswith("http")  # a server cannot quote
-                retrieval = Retrieval(index, retrieve, extractive=quotes)
+                retrieval = Retrieval(index, retrieve, extractive=quotes(served, engine))
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:

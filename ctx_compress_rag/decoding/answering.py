@@ -26,21 +26,10 @@ Filter = Callable[[Sequence[int], Tensor], Tensor]
 
 
 class Answering:
-    """The answer to one prompt. Any engine that has the scores of the next token can use it.
+    """The answer to one prompt, for any engine that has the scores of the next token.
 
-    Args:
-        settings: the decoder's `generation_config`.
-        window: most positions of prompt and answer together; None means any number.
-        device: where the scores are.
-        on_text: called with each new piece of text as soon as no later token can change it.
-
-    Raises:
-        ConfigError: the JSON schema cannot be enforced, or a setting of the decoder is not supported.
-
-    Attributes:
-        ids: the answer's tokens so far, end token included.
-        limit: most tokens of the answer.
-        end_ids: tokens that end it: the tokenizer's, the model's, and special stop strings, which no text has.
+    `settings` is the decoder's `generation_config`, `window` the most positions of prompt and answer together;
+    `on_text` is called with each new piece of text as soon as no later token can change it.
     """
 
     def __init__(
@@ -53,13 +42,14 @@ class Answering:
         device: torch.device | str = "cpu",
         on_text: Callable[[str], object] | None = None,
     ) -> None:
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # end token included
         self.limit = sampling.max_tokens if window is None else min(sampling.max_tokens, window - prompt.length)
         own = own_settings(settings) if sampling.decoder_settings else {}
         stop = own.pop("stop_strings", ())
         self._stop = (*sampling.stop, *([stop] if isinstance(stop, str) else stop))
         special, ends = tokenizer.get_added_vocab(), settings.eos_token_id
         ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        # A stop string that is a special token ends it as a token, since no text has it.
         self.end_ids = ends - {None} | {special[each] for each in self._stop if each in special}
         self._prompt = prompt
         self._text = _Text(tokenizer)

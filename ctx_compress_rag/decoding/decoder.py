@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
 from pydantic import ValidationError
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import Engine, EngineOptions
 from ctx_compress_rag.decoding.preparer import Preparer
-from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
+from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.store import SoftContextStore
@@ -126,23 +129,30 @@ class Decoder:
 
         return pieces()
 
-    def start(self, prompt: PromptLike, sampling: Sampling, put: Put) -> Callable[[], None]:
-        """Answer one prompt in the background, for callers that cannot wait in a thread, such as a server.
+    async def astream(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> AsyncGenerator[str | Generation, None]:
+        """As `stream`, awaited in an event loop, which runs on meanwhile."""
+        prepared = await asyncio.to_thread(self.preparer.prepare, [prompt], extractive=sampling.extractive)
 
-        The prompt is checked and its passages are fetched before this returns.
+        async def pieces() -> AsyncGenerator[str | Generation, None]:
+            loop = asyncio.get_running_loop()
+            queue: asyncio.Queue[str | Generation | BaseException] = asyncio.Queue()
 
-        Args:
-            prompt: as `stream` takes it.
-            sampling: how tokens are chosen and when to end.
-            put: called with each piece of text, then with the Generation or the error that ended it, from another
-                thread, which it must not block.
+            def put(piece: str | Generation | BaseException) -> None:
+                with suppress(RuntimeError):  # the loop has ended: nobody waits
+                    loop.call_soon_threadsafe(queue.put_nowait, piece)
 
-        Returns: a function that ends the generation after the token in progress; `put` is then no longer called.
+            begun = asyncio.ensure_future(asyncio.to_thread(self.engine.begin, prepared, sampling, [put]))
+            try:
+                await asyncio.shield(begun)
+                while isinstance(piece := await queue.get(), str):
+                    yield piece
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+            finally:
+                begun.add_done_callback(_cancel)
 
-        Raises: as `stream` at the call.
-        """
-        prepared = self.preparer.prepare([prompt], extractive=sampling.extractive)
-        return self.engine.begin(prepared, sampling, [put])
+        return pieces()
 
     def close(self) -> None:
         """Free what the engine holds besides the bundle. Neither bundle nor store is closed."""
@@ -180,6 +190,11 @@ def is_address(engine: str) -> bool:
     return engine.startswith(("http://", "https://"))
 
 
+def quotes(bundle: object, engine: str) -> bool:
+    """Whether answers are quotations by default: if the bundle answers best so, but not on a server, which cannot."""
+    return isinstance(bundle, Bundle) and bundle.config.extractive and not is_address(engine)
+
+
 def _received(queue: _Pieces) -> Iterator[str | Generation]:
     """An answer piece by piece, as another thread puts them; raises the error that ended it."""
     while isinstance(piece := queue.get(), str):
@@ -187,3 +202,8 @@ def _received(queue: _Pieces) -> Iterator[str | Generation]:
     if isinstance(piece, BaseException):
         raise piece
     yield piece
+
+
+def _cancel(begun: asyncio.Future[Callable[[], None]]) -> None:
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result()()

@@ -20,25 +20,26 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-r
 
 @dataclass(frozen=True)
 class Served:
-    """The names of a bundle's decoder on a server, besides the bundle's own, which the decoder's weights have.
+    """The names of a bundle's decoder on a server, besides the bundle's own, which the decoder's weights have."""
 
-    `text` reads prompts without slots, `soft` those with; `adapters` maps a name to the adapter's name in the backbone.
-    """
+    text: str  # reads prompts without slots
+    soft: str  # reads those with
+    adapters: Mapping[str, str]  # from a name to the adapter's name in the backbone
 
-    text: str
-    soft: str
-    adapters: Mapping[str, str]
+
+def plain_reader(bundle: Bundle, engine: str) -> Reader:
+    """The bundle's reader, if other engines than transformers can run it."""
+    if type(bundle.reader) is not Reader:
+        raise ConfigError(
+            f"bundle {bundle.config.name!r}: {bundle.config.method.name} changes the decoder's layers as it reads, "
+            f"which {engine} cannot do: use the engine 'transformers'"
+        )
+    return bundle.reader
 
 
 def served(bundle: Bundle) -> Served:
     """The names of a bundle's decoder on a server that is started as `export` says."""
-    reader, name = bundle.reader, bundle.config.name
-    method = bundle.config.method.name
-    if type(reader) is not Reader:
-        raise ConfigError(
-            f"bundle {name!r}: {method} changes the decoder's layers as it reads, which a server cannot do: "
-            "use the engine 'transformers'"
-        )
+    reader, name = plain_reader(bundle, "a server"), bundle.config.name
     if reader.tune.mode == "full":
         raise ConfigError(
             f"bundle {name!r}: its reader is a decoder of its own, besides the one that reads text, and a server "

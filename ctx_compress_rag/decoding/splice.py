@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,15 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Spliced:
-    """A batch ready for a decoder, padded on the left.
+    """A batch ready for a decoder, padded on the left."""
 
-    Attributes:
-        inputs_embeds: (batch, length, dim).
-        attention_mask: int64 (batch, length), 0 at padding.
-        position_ids: int64 (batch, length), counted from each prompt's first position.
-        slot_mask: bool (batch, length), True at slots.
-    """
-
-    inputs_embeds: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    slot_mask: Tensor
+    inputs_embeds: Tensor  # (batch, length, dim)
+    attention_mask: Tensor  # int64 (batch, length), 0 at padding
+    position_ids: Tensor  # int64 (batch, length), counted from each prompt's first position
+    slot_mask: Tensor  # bool (batch, length), True at slots
 
     def model_inputs(self) -> dict[str, Tensor]:
         return {
@@ -65,14 +56,9 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
     return Spliced(inputs, (positions >= 0).long(), positions.clamp(min=0), slot_mask)
 
 
-@contextmanager
-def open_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> Iterator[Any]:
-    """Lock a decoder's transformers model for this thread, set up to read prompts; `soft` if they have slots.
-
-    `slot_mask` is bool (batch, length), True at slots.
-    """
-    with bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder() as model:
-        yield model
+def open_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> AbstractContextManager[Any]:
+    """Locks a decoder's transformers model for this thread, set up to read prompts; `soft` if they have slots."""
+    return bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder()
 
 
 def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
@@ -90,21 +76,6 @@ def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tens
     logits = model(**batch.model_inputs(), use_cache=False, logits_to_keep=places).logits
     ids = torch.cat([prompt.ids()[prompt.answers] for prompt in prompts]).to(logits.device)
     return logits[predicting[:, places].to(logits.device)].float(), ids
-
-
-def in_batches(prompts: Sequence[Prompt], size: int, run: Callable[[list[int]], Iterable[T]]) -> list[T]:
-    """Call `run` on batches of prompts; returns its result for each prompt, in order.
-
-    `run` gets the indices of a batch: all soft or none, and of similar length, so that little is padding.
-    """
-    done: dict[int, T] = {}
-    for soft in (False, True):
-        group = [i for i, prompt in enumerate(prompts) if prompt.soft is soft]
-        group.sort(key=lambda i: prompts[i].length)
-        for start in range(0, len(group), size):
-            batch = group[start : start + size]
-            done |= zip(batch, run(batch), strict=True)
-    return [done[i] for i in range(len(prompts))]
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

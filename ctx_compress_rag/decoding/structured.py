@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.extras import needs
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,21 @@ def schema_text(schema: object) -> object:
     return json.dumps(schema) if isinstance(schema, dict) else schema
 
 
-def closed_schema(schema: str) -> Any:
-    """A JSON schema that allows only the fields it names, unless it explicitly allows others.
+def schema_in(response_format: object) -> Any:
+    """The JSON schema in OpenAI's `response_format`; None for text."""
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    wanted = '{"type": "json_schema", "json_schema": {"schema": ...}}'
+    raise ConfigError(f"response_format={short_repr(response_format)}: give {wanted}")
 
-    A small decoder that may add other fields never stops adding them.
-    """
+
+def closed_schema(schema: str) -> Any:
+    """A JSON schema without fields that it does not name: a small decoder never stops adding them."""
     try:
         return _closed(json.loads(schema))
     except (ValueError, RecursionError) as error:

@@ -9,11 +9,11 @@ from typing import Any, NoReturn, Self
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder, is_address
+from ctx_compress_rag.decoding.decoder import Decoder, quotes
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
-from ctx_compress_rag.decoding.structured import json_tokens
-from ctx_compress_rag.errors import ConfigError, short_repr
+from ctx_compress_rag.decoding.structured import json_tokens, schema_in
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_scope, scope
 from ctx_compress_rag.strict import check_known, explain
@@ -71,8 +71,8 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         bundle = self.store.bundle
         if "max_tokens" not in self.model_fields_set and isinstance(bundle, Bundle) and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
-        if isinstance(bundle, Bundle) and bundle.config.extractive and "extractive" not in self.model_fields_set:
-            self.extractive = self._quotes_by_default = not is_address(self.engine)  # a server cannot quote
+        if "extractive" not in self.model_fields_set and quotes(bundle, self.engine):
+            self.extractive = self._quotes_by_default = True
         self.sampling({})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
@@ -95,17 +95,13 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         return asked
 
     def sampling(self, given: Mapping[str, Any]) -> Sampling:
-        """How a call's answer is sampled: by its options, else by the LLM's own.
+        """How a call's answer is sampled: by its options, else (None, too) by the LLM's own.
 
-        Args:
-            given: options of the call; None means the LLM's own. Besides `OPTIONS`, OpenAI's `response_format`:
-                {"type": "json_schema", "json_schema": {"schema": ...}}.
-
-        Raises:
-            ConfigError: an option is unknown, or a value impossible.
+        Besides the options of an answer, a call may have OpenAI's `response_format`. Raises ConfigError for an unknown
+        option, and for an impossible value.
         """
         given = dict(given)
-        schema = _schema_of(given.pop("response_format", None))
+        schema = schema_in(given.pop("response_format", None))
         check_known(f"a call of {type(self).__name__}", given, OPTIONS)
         chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
         if schema is not None and self._quotes_by_default and given.get("extractive") is None:
@@ -148,15 +144,3 @@ class DecoderLLM(SamplingOptions, EngineOptions):
     def in_scope(self) -> AbstractContextManager[None]:
         """A block in which prompts are read with the LLM's `scope`."""
         return nullcontext() if self.scope is None else scope(self.scope)
-
-
-def _schema_of(response_format: object) -> Any:
-    match response_format:
-        case None:
-            return None
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return schema
-    raise ConfigError(
-        f"response_format={short_repr(response_format)}: give "
-        '{"type": "json_schema", "json_schema": {"schema": ...}}, or use with_structured_output'
-    )

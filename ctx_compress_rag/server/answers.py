@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from concurrent.futures import Executor
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server.metrics import Metrics
-from ctx_compress_rag.store.marker import scope as in_scope
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[str | Generation, None]
@@ -23,40 +21,17 @@ class ClientGoneError(Exception):
     """The client has disconnected."""
 
 
-async def answer(
-    decoder: Decoder, prompt: PromptLike, sampling: Sampling, scope: str | None, threads: Executor, metrics: Metrics
-) -> Pieces:
-    """Yield a prompt's answer piece by piece, then the whole Generation.
-
-    If closed early or canceled, generation stops after the token in progress. `scope` is whose markers are read (None
-    for the store's own); `threads` read the prompt.
-    """
-    loop, began, first = asyncio.get_running_loop(), time.perf_counter(), True
-    pieces: asyncio.Queue[str | Generation | BaseException] = asyncio.Queue()
-
-    def put(piece: str | Generation | BaseException) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nobody waits
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-    def begin() -> Callable[[], None]:
-        with nullcontext() if scope is None else in_scope(scope):
-            return decoder.start(prompt, sampling, put)
-
-    begun = loop.run_in_executor(threads, begin)
-    try:
-        await asyncio.shield(begun)
-        while not isinstance(piece := await pieces.get(), BaseException):
+async def answer(decoder: Decoder, prompt: PromptLike, sampling: Sampling, metrics: Metrics) -> Pieces:
+    """Yield a prompt's answer piece by piece, then the whole Generation; both are counted."""
+    began, first = time.perf_counter(), True
+    async with aclosing(await decoder.astream(prompt, sampling)) as pieces:
+        async for piece in pieces:
             if first:
                 metrics.first_token.observe(time.perf_counter() - began)
                 first = False
             if isinstance(piece, Generation):
                 metrics.count(piece)
-                yield piece
-                return
             yield piece
-        raise piece
-    finally:
-        begun.add_done_callback(_cancel)
 
 
 async def whole(answers: Sequence[Pieces]) -> list[Generation]:
@@ -78,12 +53,9 @@ async def whole(answers: Sequence[Pieces]) -> list[Generation]:
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """Return what `work` gives; cancel it and raise ClientGoneError if the client disconnects first.
+    """Return what `work` gives; cancel it and raise ClientGoneError if the client disconnects first."""
 
-    `receive` is ASGI's, after the body was read: the next message is the disconnect.
-    """
-
-    async def gone() -> None:
+    async def gone() -> None:  # `receive` is ASGI's, after the body was read: the next message is the disconnect
         while (await receive())["type"] != "http.disconnect":
             pass
 
@@ -97,8 +69,3 @@ async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T])
         for each in (watch, task):
             each.cancel()
         await asyncio.gather(watch, task, return_exceptions=True)
-
-
-def _cancel(begun: asyncio.Future[Callable[[], None]]) -> None:
-    if not begun.cancelled() and begun.exception() is None:
-        begun.result()()

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from ctx_compress_rag.server.replies import Kind, Reply
 from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate, malformed
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import escaped_markers
+from ctx_compress_rag.store.marker import scope as in_scope
 
 with needs("serve"):
     from fastapi import FastAPI, Request
@@ -35,7 +36,6 @@ with needs("serve"):
     from fastapi.routing import APIRoute
     from starlette.exceptions import HTTPException
 
-_THREADS = 4  # for reading prompts; the model and writing have threads of their own
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_MAY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 _TEXTS_AT_A_TIME = 32  # of one request; then other requests are compressed
@@ -94,7 +94,6 @@ class _Service:
         limits: Limits,
         retrieval: Retrieval | None,
     ) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="ctx-compress-serve")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
         self._decoder = decoder
         self._store = store
@@ -107,8 +106,7 @@ class _Service:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         yield
-        for threads in (self._threads, self._writer):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False, cancel_futures=True)
 
     async def measured(self) -> Response:
         return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -150,13 +148,14 @@ class _Service:
         config = cast(Bundle, self._store.bundle).config
         sampling = body.sampling(self._limits, config, extractive)
         reply, scope = Reply(kind, self._name, sources), request.state.tenant
-        answers = [answer(self._decoder, prompt, sampling, scope, self._threads, self._metrics) for prompt in prompts]
-        if not body.stream:
-            return JSONResponse(reply.whole(await unless_gone(request.receive, whole(answers))))
-        if len(prompts) > 1:
-            raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
-        # Wait for the first piece here, so that a refused prompt has a status of its own.
-        first = await unless_gone(request.receive, anext(answers[0]))
+        answers = [answer(self._decoder, prompt, sampling, self._metrics) for prompt in prompts]
+        with nullcontext() if scope is None else in_scope(scope):
+            if not body.stream:
+                return JSONResponse(reply.whole(await unless_gone(request.receive, whole(answers))))
+            if len(prompts) > 1:
+                raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
+            # Wait for the first piece here, so that a refused prompt has a status of its own.
+            first = await unless_gone(request.receive, anext(answers[0]))
         events = reply.events(first, answers[0], body.stream_options.include_usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -16,15 +16,10 @@ HEAD_BYTES = 1 << 16
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection of the server.
+    """A connection of the server."""
 
-    Attributes:
-        head_seconds: how long a request's head may take.
-        most: how many connections there may be; one more closes that which has been silent for longest.
-    """
-
-    head_seconds = 20.0
-    most = 1024
+    head_seconds = 20.0  # that a request's head may take
+    most = 1024  # connections; one more closes that which has been silent for longest
     _deadline: asyncio.TimerHandle | None = None
     _heard = 0.0
 

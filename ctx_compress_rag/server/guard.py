@@ -28,19 +28,12 @@ _BODY_SECONDS = 60
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask of the server.
-
-    Attributes:
-        body_bytes: longest body of a request.
-        requests: maximum number of requests at a time, of all clients; further ones get status 429.
-        answer_tokens: longest answer if the client gives no limit.
-        longest_answer: longest answer whatever the client says, in tokens; None for the decoder's window.
-    """
+    """What clients may ask of the server."""
 
     body_bytes: int = 4 << 20
-    requests: int = 256
-    answer_tokens: int = 512
-    longest_answer: int | None = None
+    requests: int = 256  # at a time, of all clients; further ones get status 429
+    answer_tokens: int = 512  # if the client gives no limit
+    longest_answer: int | None = None  # whatever the client says, in tokens; None for the decoder's window
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -50,20 +43,13 @@ class Limits:
 
 @dataclass
 class Guard:
-    """ASGI middleware. Refuses a request without a key before its body is read, and does not count it.
+    """ASGI middleware. Refuses a request without a key before its body is read, and does not count it."""
 
-    Args:
-        app: the app; gets the key's scope as `state.tenant`, and the body as one message.
-        keys: which key opens which scope; None lets everyone in, in the store's own scope (None).
-        hosts: without keys, the names besides this machine's own that a request may be sent to. A web page of another
-            name, which its owner points to this machine, could read the store.
-        seconds: how long a client may take to send its body.
-    """
-
-    app: Any
+    app: Any  # gets the key's scope as `state.tenant`, and the body as one message
     metrics: Metrics
-    keys: ApiKeys | None
+    keys: ApiKeys | None  # None lets everyone in, in the store's own scope (None)
     limits: Limits
+    # Without keys, names besides this machine's own: a web page whose name leads here could read the store.
     hosts: Collection[str] = ()
     seconds: float = _BODY_SECONDS
     _running: int = field(default=0, init=False)

@@ -20,13 +20,7 @@ _WHOLE = {"chat": "chat.completion", "text": "text_completion"}
 
 
 class Reply:
-    """The reply to one request, whole or in chunks.
-
-    Args:
-        kind: of a chat, or of raw prompts.
-        model: the model's name.
-        sources: the passages that were retrieved for it.
-    """
+    """The reply to one request, whole or in chunks; `sources` are the passages that were retrieved for it."""
 
     def __init__(self, kind: Kind, model: str, sources: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._kind: Kind = kind

@@ -15,7 +15,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
-from ctx_compress_rag.decoding.structured import json_tokens
+from ctx_compress_rag.decoding.structured import json_tokens, schema_in
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError
 from ctx_compress_rag.server.guard import Limits
@@ -56,13 +57,15 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _schema(schema: dict[str, Any]) -> str:
+def _short_schema(schema: dict[str, Any]) -> str:
     try:
         text = json.dumps(schema)
     except RecursionError:
-        raise ValueError("the schema is nested too deeply: make it flatter") from None
+        raise ConfigError("the schema is nested too deeply: make it flatter") from None
     if len(text) > _SCHEMA_CHARACTERS:
-        raise ValueError(f"the schema has {len(text)} characters and {_SCHEMA_CHARACTERS} are allowed: make it smaller")
+        raise ConfigError(
+            f"the schema has {len(text)} characters and {_SCHEMA_CHARACTERS} are allowed: make it smaller"
+        )
     return text
 
 
@@ -113,28 +116,6 @@ class StreamOptions(_Request):
     include_usage: bool = False
 
 
-class TextFormat(_Request):
-    type: Literal["text"]
-
-
-class ObjectFormat(_Request):
-    type: Literal["json_object"]
-
-
-class NamedSchema(_Request):
-    """A JSON schema, enforced with or without `strict`."""
-
-    text: Annotated[dict[str, Any], AfterValidator(_schema), Field(alias="schema")]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class JsonFormat(_Request):
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
 class Generate(_Request, SamplingOptions):
     """What chat completions and completions have in common: besides these, the options of an answer."""
 
@@ -143,10 +124,7 @@ class Generate(_Request, SamplingOptions):
     stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, limits: Limits, config: BundleConfig, extractive: bool = False) -> Sampling:
-        """How to answer, within the limits of the server; `config` is that of the bundle that answers.
-
-        `extractive` holds for answers that are not JSON, if the client does not say.
-        """
+        """How to answer, within the server's limits; `extractive` is the default for answers that are not JSON."""
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
         is_json = "json_schema" in given
@@ -167,17 +145,14 @@ class ChatCompletion(Generate):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    response_format: Annotated[TextFormat | ObjectFormat | JsonFormat, Field(discriminator="type")] | None = None
+    response_format: dict[str, Any] | None = None
 
     def _own_options(self) -> dict[str, Any]:
         own: dict[str, Any] = {}
         if self.max_completion_tokens is not None:
             own["max_tokens"] = self.max_completion_tokens
-        match self.response_format:
-            case JsonFormat(json_schema=named):
-                own["json_schema"] = str(named.text)
-            case ObjectFormat():
-                own["json_schema"] = '{"type": "object"}'
+        if (schema := schema_in(self.response_format)) is not None:
+            own["json_schema"] = _short_schema(schema)
         return own
 
     def prompt(self) -> list[Message]:
@@ -196,14 +171,7 @@ class Completion(Generate):
 
 
 class Compress(_Request):
-    """`POST /v1/compress`: markers for texts; missing ones are compressed.
-
-    Attributes:
-        input: one text or several.
-        ratio: source tokens per slot, the store's own by default; with a RAM bundle, how many times shorter.
-        token_budget: in place of a ratio, the maximum number of tokens for all texts together.
-        question: what is asked, for RAM bundles.
-    """
+    """`POST /v1/compress`: markers for texts, with options of the postprocessors; missing ones are compressed."""
 
     input: Annotated[list[Text], Field(min_length=1, max_length=2048), OneOrMore]
     model: str | None = None
@@ -216,8 +184,6 @@ def malformed(errors: Sequence[Any]) -> RequestError:
     """A refusal that names the first of pydantic's errors in a body: the field, its value, and what to send."""
     found = errors[0]
     places = [str(place) for place in found["loc"] if place != "body"]
-    if places[:1] == ["response_format"]:
-        del places[1:2]  # its type, which pydantic puts into the path
     if found["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON ({found['ctx']['error']}): send a JSON object")
     if not places:

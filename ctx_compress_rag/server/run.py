@@ -23,10 +23,7 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int, guarded: bool) -> socket.socket:
-    """A socket that listens on an address; clients that connect before `serve` runs wait for it.
-
-    Port 0 takes a free one; `guarded` is whether clients need an API key.
-    """
+    """A socket on which clients wait until `serve` runs; port 0 takes a free one; `guarded`: they need an API key."""
     if not guarded and not is_local(host):
         raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -22,7 +22,7 @@ from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store.marker import scope
 from helpers import architectures
-from helpers.decoding import QUESTION, WAIT, apart, held, in_thread, wait_for
+from helpers.decoding import QUESTION, WAIT, apart, begun, held, in_thread, wait_for
 from helpers.langchain import TEXTS
 
 QUESTIONS = [f"What about {name}, and what else? {'Say more. ' * length}" for length, name in enumerate(TEXTS)]
@@ -181,7 +181,7 @@ def test_a_failure_leaves_the_others(decoder: Decoder) -> None:
             at_start = asked(QUESTIONS[0], {"type": "object", "unevaluatedItems": {"$ref": "x"}})
             in_the_middle = asked(QUESTIONS[0], WIDE)
             for tokens in (1, 30):
-                decoder.start(QUESTIONS[1], Sampling(max_tokens=tokens), refuses)
+                begun(decoder, QUESTIONS[1], Sampling(max_tokens=tokens), refuses)
             time.sleep(0.3)
         with pytest.raises(DecoderMemoryError, match="use a coarser ratio"):
             large.result(WAIT)
@@ -205,7 +205,7 @@ def test_one_tenants_many_prompts_do_not_keep_another_waiting(talkative: Any) ->
         for who, count in (("anna", 12), ("bert", 2)):
             with scope(who):
                 for number in range(count):
-                    narrow.start(f"Tell me of {number}.", Sampling(max_tokens=20), partial(note, who))
+                    begun(narrow, f"Tell me of {number}.", Sampling(max_tokens=20), partial(note, who))
     wait_for(lambda: len(ended) == 14)
     assert {"bert"} == set(ended[:4]) - {"anna"} and ended[:6].count("bert") == 2
 
@@ -221,7 +221,7 @@ def test_a_canceled_prompt_is_forgotten_before_its_turn(talkative: Any) -> None:
     next(long)
     for _ in range(40):
         alive.add(caller := Caller())
-        narrow.start("And this?", Sampling(max_tokens=900), caller)()
+        begun(narrow, "And this?", Sampling(max_tokens=900), caller)()
         del caller
     kept = len(alive)
     long.close()  # type: ignore[attr-defined]

@@ -73,6 +73,11 @@ def by_transformers(model: Any, tokenizer: Any, prompt: Any, new_tokens: int) ->
     return str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
 
 
+def begun(decoder: Any, prompt: Any, sampling: Sampling, put: Any) -> Any:
+    """Begin an answer, which calls `put`; returns what cancels it."""
+    return decoder.engine.begin(decoder.preparer.prepare([prompt]), sampling, [put])
+
+
 def apart(decoder: Any, prompt: Any, sampling: Sampling) -> Generation:
     """The answer in passes of its own, by transformers' `generate`: what a thread gets that holds the model."""
     with decoder.bundle.backbone.lock:

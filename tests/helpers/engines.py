@@ -8,7 +8,7 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
-from helpers.decoding import QUESTION, WAIT, wait_for
+from helpers.decoding import QUESTION, WAIT, begun, wait_for
 
 SCHEMA = '{"type": "object", "properties": {"built": {"type": "integer"}}, "required": ["built"]}'
 ASKED: Mapping[str, Mapping[str, Any]] = {
@@ -60,7 +60,7 @@ class EngineTests:
 
     def test_a_stream_that_is_left_ends(self, there: Decoder, prompts: list[Any]) -> None:
         got: list[Any] = []
-        cancel = there.start(prompts[0], Sampling(max_tokens=400), got.append)
+        cancel = begun(there, prompts[0], Sampling(max_tokens=400), got.append)
         wait_for(lambda: got)
         cancel()
         assert there.generate([QUESTION], Sampling(max_tokens=1))

@@ -91,7 +91,7 @@ def test_what_cannot_be_enforced_is_refused(llm: ChatCompressedContext) -> None:
     with pytest.raises(ConfigError, match="json_schema.*5"):
         Sampling(json_schema=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="response_format="):
-        llm.invoke("hi", response_format={"type": "json_object"})
+        llm.invoke("hi", response_format={"type": "xml"})
     with pytest.raises(ConfigError, match="objekt"):
         llm.with_structured_output({"title": "Tower", "type": "objekt"}).invoke("hi")
     with pytest.raises(ConfigError, match="'tools'"):

@@ -14,7 +14,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.store import SoftContextStore
-from helpers.decoding import prompts_of, wait_for
+from helpers.decoding import begun, prompts_of, wait_for
 from helpers.engines import EngineTests
 
 
@@ -59,7 +59,7 @@ def test_a_closed_engine_tells_who_waits(decoder: Decoder, files: Path, prompts:
     closing = Decoder(decoder.bundle, decoder.store, engine="llama.cpp", weights=str(files), batch_size=1)
     got: list[Any] = []
     for prompt in prompts[:3]:
-        closing.start(prompt, Sampling(max_tokens=400), got.append)
+        begun(closing, prompt, Sampling(max_tokens=400), got.append)
     wait_for(lambda: got)
     threads = [threading.Thread(target=closing.close) for _ in range(2)]
     for thread in threads:

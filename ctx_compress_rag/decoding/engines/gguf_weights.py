@@ -20,9 +20,9 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp
+from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.extras import needs
-from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import name_without_peft
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import write_decoder
@@ -45,12 +45,8 @@ def digest(bundle: Bundle, side: Side) -> str:
 
 def sides(bundle: Bundle) -> tuple[Side, ...]:
     """The files that a bundle needs: one if the same weights read slots and text."""
-    if type(bundle.reader) is not Reader:
-        raise ConfigError(
-            f"bundle {bundle.config.name!r}: {bundle.config.method.name} changes the decoder's layers as it reads, "
-            "which llama.cpp cannot do: use the engine transformers"
-        )
-    frozen = bundle.reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
+    reader = plain_reader(bundle, "llama.cpp")
+    frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
     return ("text",) if frozen else ("reader", "text")
 
 
@@ -79,10 +75,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
 
 
 def export_gguf(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str]:
-    """Write a bundle's GGUF files; for a decoder that is no GGUF file, merged transformers checkpoints instead.
-
-    Returns the commands that are left to run: none, or llama.cpp's own converter for each checkpoint.
-    """
+    """Write a bundle's GGUF files, or merged checkpoints, and return llama.cpp's commands that convert these."""
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []
     for side in sides(bundle):
@@ -186,13 +179,11 @@ def _copy_fields(reader: Any, writer: Any, vocabulary: int) -> None:
 
 
 def _in_file_order(delta: Array, base: Array, stored: Array, config: Any) -> Array:
-    """The rows of `delta` in the order that the file has those of `base` in.
-
-    For rotary positions, llama.cpp pairs neighboring rows of queries and keys in some architectures, transformers the
-    two halves of a head.
-    """
+    """The rows of `delta` in the order that the file has those of `base` in."""
     if delta.ndim == 1:
         return delta
+    # For rotary positions, llama.cpp pairs neighboring rows of queries and keys in some architectures, transformers the
+    # two halves of a head.
     orders: list[Callable[[Array], Array]] = [lambda rows: rows]
     for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
         if len(base) % (2 * heads) == 0:

@@ -47,19 +47,10 @@ def load_llama_cpp() -> Any:
 
 
 class LlamaCppContext:
-    """One model with room for several sequences; one thread at a time may use it. `close()` frees its memory.
+    """A GGUF file's model with room for several sequences; one thread at a time may use it. `close()` frees its memory.
 
-    Args:
-        file: the GGUF file.
-        digest: what its field `general.description` must say.
-        dim: width of its embeddings.
-        vocabulary: how many tokens it has.
-        size: positions that all sequences together may have.
-        sequences: most sequences at a time.
-
-    Raises:
-        BundleError: the file is damaged, missing or of other weights.
-        DecoderMemoryError: there is too little memory for `size`.
+    `digest` is what the file's field `general.description` must say, `dim` and `vocabulary` the shape of its
+    embeddings, `size` how many positions all sequences together may have.
     """
 
     def __init__(self, file: Path, digest: str, dim: int, vocabulary: int, size: int, sequences: int) -> None:

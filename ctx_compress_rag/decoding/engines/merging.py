@@ -20,7 +20,6 @@ _MERGING = threading.Lock()
 
 
 def check_mergeable(bundle: PlainDecoder) -> None:
-    """Refuse a bundle whose reader is not a LoRA on plain weights."""
     reader = bundle.reader if isinstance(bundle, Bundle) else None
     if type(reader) is not Reader or reader.tune.mode != "lora" or bundle.backbone.quantized:
         raise ConfigError("merge=True: only a reader with LoRA on weights that are not quantized can be merged")

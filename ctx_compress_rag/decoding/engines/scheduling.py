@@ -35,23 +35,15 @@ _ENDING = threading.Event()
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its answer so far.
+    """A prompt and its answer so far."""
 
-    Attributes:
-        read_by: what reads the prompt, hashable; only requests with the same one share passes.
-        put: gets the answer.
-        canceled: set when the answer is no longer wanted.
-        most: most requests in one of its passes.
-        scope: the tenant or user of `store.marker.scope` who asked; scopes take turns.
-    """
-
-    read_by: Any
+    read_by: Any  # what reads the prompt, hashable; only requests with the same one share passes
     prompt: Prompt
     answering: Answering
     put: Put
-    canceled: threading.Event
-    most: int
-    scope: str | None = field(default_factory=current_scope)
+    canceled: threading.Event  # set when the answer is no longer wanted
+    most: int  # requests in one of its passes
+    scope: str | None = field(default_factory=current_scope)  # scopes take turns
 
     @property
     def last(self) -> tuple[int, int]:
@@ -69,18 +61,12 @@ class Request:
 
 
 class Group(ABC):
-    """The requests that one model answers.
-
-    Attributes:
-        waiting: those whose turn has not come.
-        new: those whose prompts are read next.
-        rows: those that have a token or more.
-    """
+    """The requests that one model answers."""
 
     def __init__(self) -> None:
-        self.waiting: list[Request] = []
-        self.new: list[Request] = []
-        self.rows: list[Request] = []
+        self.waiting: list[Request] = []  # their turn has not come
+        self.new: list[Request] = []  # their prompts are read next
+        self.rows: list[Request] = []  # they have a token or more
         self._ended: list[tuple[Request, Generation | Exception]] = []
 
     @abstractmethod
@@ -138,11 +124,7 @@ class Group(ABC):
 
 
 class Scheduler:
-    """Answers requests, from any thread, in a thread of its own.
-
-    Args:
-        group: makes the group of the requests that the same model reads.
-    """
+    """Answers requests, from any thread, in a thread of its own; `group` makes the group that one model reads."""
 
     def __init__(self, group: Callable[[Any], Group]) -> None:
         self._changed = threading.Condition()

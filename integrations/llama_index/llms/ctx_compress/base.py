@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar, cast
 
@@ -46,7 +44,6 @@ Prompt = str | list[Message]
 Pieces = Generator[str | Generation, None, None]
 T = TypeVar("T")
 _Options = dict[str, Any] | None
-_END = object()
 
 
 class CompressedContextLLM(DecoderLLM, LLM):
@@ -54,9 +51,8 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message
     unless it is `formatted`. If not, `messages_to_prompt` and `completion_to_prompt` make plain prompts. Prompts
-    without markers are answered by the bundle's full-text decoder. The async methods run in threads, so the event
-    loop keeps running. A canceled task, or a stream that is closed early, stops the decoder after the token in
-    progress.
+    without markers are answered by the bundle's full-text decoder. The async methods let the event loop run. A canceled
+    task, or a stream that is closed early, stops the decoder after the token in progress.
 
     The options are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`, which also says what is raised; those of
     sampling can be given per call: `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
@@ -106,37 +102,38 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt in a thread."""
+        """Answer a prompt in an event loop."""
         return _completion(await self._agenerate(self._from_text(prompt, formatted), kwargs))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation in a thread."""
+        """Answer a conversation in an event loop."""
         return _chat(_completion(await self._agenerate(self._from_messages(messages), kwargs)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a prompt piece by piece; the last response has an empty delta and the token counts."""
         sampling = self.sampling(kwargs)
-        return _completions(self._stream(self._from_text(prompt, formatted), sampling), sampling)
+        return _responses(self._stream(self._from_text(prompt, formatted), sampling), sampling)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has an empty delta and the token counts."""
         sampling = self.sampling(kwargs)
-        return _chats(self._stream(self._from_messages(messages), sampling), sampling)
+        return (_chat(each) for each in _responses(self._stream(self._from_messages(messages), sampling), sampling))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """`stream_complete` in a thread."""
+        """`stream_complete` in an event loop."""
         sampling = self.sampling(kwargs)
-        return _in_thread(_completions(await self._astream(self._from_text(prompt, formatted), sampling), sampling))
+        pieces = await self._astream(self._from_text(prompt, formatted), sampling)
+        return _aresponses(pieces, sampling, lambda response: response)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """`stream_chat` in a thread."""
+        """`stream_chat` in an event loop."""
         sampling = self.sampling(kwargs)
-        return _in_thread(_chats(await self._astream(self._from_messages(messages), sampling), sampling))
+        return _aresponses(await self._astream(self._from_messages(messages), sampling), sampling, _chat)
 
     def structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
@@ -153,7 +150,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     async def astructured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Model:
-        """`structured_predict` in a thread."""
+        """`structured_predict` in an event loop."""
         held = self._held_to(output_cls.model_json_schema())
         return cast(Model, await LLM.astructured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args))
 
@@ -167,7 +164,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     async def astream_structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> AsyncGenerator[Any, None]:
-        """`stream_structured_predict` in a thread."""
+        """`stream_structured_predict` in an event loop."""
         held = self._held_to(output_cls.model_json_schema())
         return await LLM.astream_structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args)
 
@@ -180,7 +177,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         return LLM.predict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """`predict` in a thread."""
+        """`predict` in an event loop."""
         return await LLM.apredict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
     def _held_to(self, schema: dict[str, Any] | None) -> Self:
@@ -229,33 +226,15 @@ class CompressedContextLLM(DecoderLLM, LLM):
         with self.in_scope():  # the prompt is read here, not during iteration
             return cast(Pieces, self.decoder.stream(prompt, sampling))
 
-    async def _astream(self, prompt: Prompt, sampling: Sampling) -> Pieces:
-        return await asyncio.to_thread(self._stream, prompt, sampling)
+    async def _astream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[str | Generation, None]:
+        with self.in_scope():
+            return await self.decoder.astream(prompt, sampling)
 
     async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
         sampling = self.sampling(given)
-        # A stream can be stopped, a call in a thread cannot: stream, so that a canceled task frees the decoder.
-        async with aclosing(_in_thread(await self._astream(prompt, sampling))) as pieces:
+        async with aclosing(await self._astream(prompt, sampling)) as pieces:
             *_, done = [piece async for piece in pieces]
         return _whole(cast(Generation, done), sampling)
-
-
-async def _in_thread(blocking: Generator[T, None, None]) -> AsyncGenerator[T, None]:
-    """Iterate over a blocking generator in a thread; the event loop keeps running meanwhile.
-
-    One thread runs all of it, so that a consumer that stops early, or is canceled while the thread waits for
-    the next item, can close the generator after that item.
-    """
-    loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-async")
-    try:
-        while True:
-            item: Any = await loop.run_in_executor(thread, next, blocking, _END)
-            if item is _END:
-                return
-            yield item
-    finally:
-        thread.submit(blocking.close)
-        thread.shutdown(wait=False)
 
 
 def _whole(answer: Generation, sampling: Sampling) -> Generation:
@@ -267,18 +246,29 @@ def _whole(answer: Generation, sampling: Sampling) -> Generation:
     return answer
 
 
-def _completions(pieces: Pieces, sampling: Sampling) -> CompletionResponseGen:
+def _responses(pieces: Pieces, sampling: Sampling) -> CompletionResponseGen:
     text = ""
     for piece in pieces:
-        if isinstance(piece, Generation):
-            yield _completion(_whole(piece, sampling), delta="")
-        else:
-            text += piece
-            yield CompletionResponse(text=text, delta=piece)
+        yield (response := _response(text, piece, sampling))
+        text = response.text
 
 
-def _chats(pieces: Pieces, sampling: Sampling) -> ChatResponseGen:
-    return (_chat(response) for response in _completions(pieces, sampling))
+async def _aresponses(
+    pieces: AsyncGenerator[str | Generation, None], sampling: Sampling, shown: Callable[[CompletionResponse], T]
+) -> AsyncGenerator[T, None]:
+    text = ""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            response = _response(text, piece, sampling)
+            text = response.text
+            yield shown(response)
+
+
+def _response(text: str, piece: str | Generation, sampling: Sampling) -> CompletionResponse:
+    """The response so far: after the `text` of the one before, another piece."""
+    if isinstance(piece, Generation):
+        return _completion(_whole(piece, sampling), delta="")
+    return CompletionResponse(text=text + piece, delta=piece)
 
 
 def _completion(generation: Generation, delta: str | None = None) -> CompletionResponse:
