@@ -33,24 +33,15 @@ from ctx_compress_rag.text.answers import normalize_answer, token_f1
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two answers to one question: from the passages' full text, and from less.
-
-    Attributes:
-        system: what the decoder was given in place of full text.
-        ratio: source tokens per slot; None if the decoder was given no context.
-        full_text: the answer from full text.
-        answer: the answer from less.
-        f1: token F1 of `answer` against `full_text`, 0 to 1.
-        prompt_tokens: length of the prompt, a slot counting as one.
-    """
+    """Two answers to one question: from the passages' full text, and from less."""
 
     question: str
-    system: str
-    ratio: int | None
-    full_text: str
-    answer: str
-    f1: float
-    prompt_tokens: int
+    system: str  # what the decoder was given in place of full text
+    ratio: int | None  # source tokens per slot; None if the decoder was given no context
+    full_text: str  # the answer from it
+    answer: str  # from less
+    f1: float  # token F1 of `answer` against `full_text`, 0 to 1
+    prompt_tokens: int  # a slot counts as one
     full_text_tokens: int
 
     @property
@@ -80,18 +71,8 @@ def agreement(
     greedy, and quotations if the bundle answers best so. Missing passages are compressed and stored.
 
     This shows what less context changes, not what is right: a decoder that makes the same errors from text and from
-    slots agrees with itself.
-
-    Args:
-        store: holds the soft contexts; its bundle answers.
-        questions: what is asked, with the passages retrieved for it; accepted answers are not read.
-        ratios: source tokens per slot; None takes all that the bundle was trained for and the store can serve.
-        ids: the passages' ids in the store, by their texts; without one, it is the text's hash.
-        max_tokens: longest answer; None takes the bundle's, or 32.
-        batch_size: questions per forward pass.
-        progress: show a progress bar.
-
-    Returns: for each context one for each question, in order; first without context, then by ratio.
+    slots agrees with itself. The default ratios are those that the bundle was trained for and the store can serve;
+    `ids` are the passages' in the store, by their texts. Returns for each context one for each question, in order.
     """
     bundle = store.bundle
     if not isinstance(bundle, Bundle):

@@ -10,13 +10,10 @@ from typing import Any
 
 
 class AnswerLog:
-    """A JSONL file: a line that says what is scored, then a line for each answer.
+    """A JSONL file: a line that says what answers depend on (`about`), then a line for each answer.
 
-    Args:
-        file: the path; a file of the same run is continued, any other is replaced.
-        about: everything that answers depend on, as JSON values.
-        questions: what each system is asked, in order. From an answer that is not to its next question, as after a
-            deleted line or a second process, its answers are given again.
+    A file of the same run is continued, any other is replaced. From an answer that is not to a system's next question,
+    as after a deleted line or a second process, its answers are given again.
     """
 
     def __init__(self, file: str | Path, about: Mapping[str, Any], questions: Sequence[str]) -> None:
@@ -52,14 +49,7 @@ class AnswerLog:
         asked: Sequence[tuple[str, Sequence[str]]],
         given: Sequence[tuple[str, int]],
     ) -> None:
-        """Append answers.
-
-        Args:
-            system: what the decoder was given.
-            ratio: source tokens per slot, None if there is none.
-            asked: the next questions, each with its accepted answers.
-            given: the answer to each, with the number of its prompt's tokens.
-        """
+        """Append a system's answers to the next questions, each with its accepted answers; `given` is as above."""
         rows = [
             {"system": system, "ratio": ratio, "question": question, "accepted": list(accepted)}
             | {"answer": answer, "prompt_tokens": tokens}

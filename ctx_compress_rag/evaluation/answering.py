@@ -41,44 +41,25 @@ _AT_ONCE = 16  # questions between two saves of the log; the store must keep slo
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one system at one ratio.
-
-    Attributes:
-        texts: an answer for each question.
-        prompt_tokens: the length of each prompt, a slot counting as one.
-        stored_bytes: mean stored size of a passage's slots; None if nothing is stored.
-    """
+    """The answers of one system at one ratio, in the questions' order."""
 
     texts: list[str]
-    prompt_tokens: list[int]
-    stored_bytes: float | None
+    prompt_tokens: list[int]  # a slot counts as one
+    stored_bytes: float | None  # mean of a passage's slots; None if nothing is stored
 
 
 class Asking(TypedDict, total=False):
-    """How to ask: keywords of `answer`, `evaluate` and `evaluate_sets`.
+    """How to ask: keywords of `answer`, `evaluate` and `evaluate_sets`; None takes the bundle's or the store's own."""
 
-    Attributes:
-        sentences: also score what needs MiniLM: best sentences, and `SEVERAL`; True by default.
-        shorteners: more baselines, by name.
-        codec: how slots are stored; None takes the store's default.
-        template: the prompt, see `text.templates`; None takes the bundle's.
-        max_tokens: longest answer; None takes the bundle's, or 32.
-        extractive: every system's answers quote what it is given, text or the passages of its slots (see `Sampling`);
-            None takes the bundle's.
-        batch_size: questions per forward pass, or at a time; a server chooses its own.
-        engine: what runs the decoder, see `Decoder`.
-        api_key: the key of a server that is the engine.
-    """
-
-    sentences: bool
-    shorteners: Mapping[str, Shortener]
+    sentences: bool  # also score what needs MiniLM: best sentences, and `SEVERAL`; True by default
+    shorteners: Mapping[str, Shortener]  # more baselines, by name
     codec: str | None
-    template: str | None
+    template: str | None  # see `text.templates`
     max_tokens: int | None
-    extractive: bool | None
-    batch_size: int
-    engine: str
-    api_key: str | None
+    extractive: bool | None  # each system's answers quote what it is given, text or the passages of its slots
+    batch_size: int  # a server chooses its own
+    engine: str  # see `Decoder`
+    api_key: str | None  # of a server
 
 
 Key = tuple[str, int | None]
@@ -87,10 +68,7 @@ SystemAnswers = dict[Key, Answers]
 
 
 def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[Asking]) -> dict[str, Any]:
-    """Everything that answers depend on except system and ratio, with defaults filled in, as JSON values.
-
-    The rest of `Asking` changes no answer.
-    """
+    """Everything that answers depend on except system and ratio, with defaults filled in, as JSON values."""
     return {
         "version": __version__,
         "fingerprint": bundle.fingerprint,
@@ -106,11 +84,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
 
 
 def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
-    """Check that a bundle can make slots at these ratios.
-
-    Raises:
-        RatioError: a ratio cannot be made; the first such ratio is named.
-    """
+    """Raise RatioError if a bundle cannot make slots at one of these ratios."""
     for ratio in ratios:
         if bundle.compressor.nestable or bundle.can_read(ratio):
             bundle.compressor.check_ratio(ratio, bundle.config.base_ratio)
@@ -128,13 +102,7 @@ def answer(
     progress: bool = True,
     **asking: Unpack[Asking],
 ) -> SystemAnswers:
-    """Answer every question with each of `systems`: FULL, NONE, or one with a ratio, a shortener's name among them.
-
-    The other arguments are those of `evaluate` and `Asking`.
-
-    Raises:
-        RatioError: a ratio cannot be made.
-    """
+    """Answer every question with each of `systems`: FULL, NONE, or one with a ratio, a shortener's name among them."""
     check_ratios(bundle, ratios)
     about = conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
@@ -176,17 +144,13 @@ def each_store(
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes each system's prompt for a question, with passages from the store.
-
-    Attributes:
-        ids: the passages' ids in the store, by their texts; without one, it is the text's hash.
-    """
+    """Makes each system's prompt for a question, with passages from the store."""
 
     decoder: Decoder
     store: SoftContextStore
     template: str
     shorteners: Mapping[str, Shortener] = field(default_factory=dict)
-    ids: Mapping[str, str] = field(default_factory=dict)
+    ids: Mapping[str, str] = field(default_factory=dict)  # of passages in the store, by their texts; else their hash
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _near: dict[Question, list[list[Sentence]]] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)

@@ -16,12 +16,8 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     """Keep the first tokens of each passage, the budget shared in proportion to the passages' lengths.
 
-    Shares are whole tokens by the method of largest remainders, so that they sum to the budget.
-
-    Args:
-        passages: texts.
-        tokenizer: the decoder's transformers tokenizer (a fast one: offsets are needed).
-        budget: tokens in all, 0 or more.
+    Shares are whole tokens by the method of largest remainders, so that they sum to the budget. Offsets are needed: the
+    tokenizer must be a fast one.
     """
     lengths = [count(text, tokenizer) for text in passages]
     total = sum(lengths)
@@ -35,13 +31,7 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
 
 
 def extract(near: Sequence[Sequence[Sentence]], tokens: Callable[[str], Sequence[int]], budget: int) -> list[str]:
-    """The sentences nearest to the question that fit, in the order of the text; the first that does not is cut.
-
-    Args:
-        near: the sentences of each passage, see `marking.sentences.nearest`.
-        tokens: the decoder's tokens of a text.
-        budget: tokens in all, those between passages included.
-    """
+    """The sentences nearest to the question that fit, in the order of the text; the first that does not is cut."""
 
     def count(shown: Sequence[Shown]) -> int:
         return len(tokens(PASSAGE_SEPARATOR.join(each.text for each in shown if each.text)))

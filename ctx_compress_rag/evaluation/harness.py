@@ -30,32 +30,20 @@ from ctx_compress_rag.text.answers import contains_answer, declined, exact_match
 
 @dataclass(frozen=True)
 class Score:
-    """One system at one ratio.
+    """One system at one ratio: means over the questions that have an answer, 0 to 1, with their standard errors."""
 
-    Attributes:
-        system: what the decoder was given.
-        ratio: source tokens per slot, None if there is none.
-        exact_match, f1, contains: means over the questions that have an answer, 0 to 1.
-        exact_match_error, f1_error: standard errors of `exact_match` and `f1`.
-        normalized: teacher-normalized F1 with its 95 % bootstrap interval.
-        prompt_tokens: mean length of the prompt, a slot counting as one.
-        declined: share of the questions without an answer that were declined; None if there are none.
-        declined_error: standard error of `declined`.
-        wrongly_declined: share of the questions with an answer that were declined.
-    """
-
-    system: str
-    ratio: int | None
+    system: str  # what the decoder was given
+    ratio: int | None  # source tokens per slot, None if there is none
     exact_match: float
     exact_match_error: float
     f1: float
     f1_error: float
     contains: float
-    normalized: Interval | None
-    prompt_tokens: float
-    declined: float | None
+    normalized: Interval | None  # teacher-normalized F1 with its 95 % bootstrap interval
+    prompt_tokens: float  # a slot counts as one
+    declined: float | None  # of the questions without an answer; None if there are none
     declined_error: float | None
-    wrongly_declined: float
+    wrongly_declined: float  # of the questions with an answer
 
 
 def evaluate(
@@ -70,16 +58,9 @@ def evaluate(
     """Score answers from full text, without context, and from the context shortened in each way.
 
     Soft contexts take the path that they take in an application: a store, its codec, markers and the splice.
-    Whatever else is scored gets prompts of as many tokens for each question. Quotations are of what the prompt gives.
-
-    Args:
-        bundle: the bundle to score; its decoder also reads the baselines.
-        questions: questions with their passages.
-        ratios: multiples of the bundle's base ratio; for RAM, 2 or more; None takes those it was trained for.
-        log: a JSONL file that keeps the answers; those that it already has, for the same questions asked in the same
-            way, are reused.
-        progress: show a progress bar.
-        asking: how to ask.
+    Whatever else is scored gets prompts of as many tokens for each question, and is read by the same decoder. The
+    default ratios are those the bundle was trained for. `log` is a JSONL file that keeps the answers; those that it
+    has, for the same questions asked in the same way, are reused.
     """
     ratios, systems = ratios or bundle.config.ratios, systems_of(bundle, questions, **asking)
     answers = answer(bundle, questions, ratios, systems, log=log, progress=progress, **asking)

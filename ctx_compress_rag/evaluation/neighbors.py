@@ -14,14 +14,7 @@ from ctx_compress_rag.text.answers import mentions_answer
 
 
 class Neighbors:
-    """Finds the nearest neighbors of passages by MiniLM.
-
-    Args:
-        passages: where to look.
-
-    Raises:
-        MissingExtraError: the `sentences` extra is not installed.
-    """
+    """Finds the nearest neighbors of passages among these, by MiniLM; needs the extra `sentences`."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         self._passages = list(dict.fromkeys(passages))

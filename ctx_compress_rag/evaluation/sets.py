@@ -12,13 +12,7 @@ from ctx_compress_rag.data.examples import read_jsonl, spread
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import (
-    Asking,
-    SystemAnswers,
-    answer,
-    conditions,
-    prompt_of,
-)
+from ctx_compress_rag.evaluation.answering import Asking, SystemAnswers, answer, conditions, prompt_of
 from ctx_compress_rag.evaluation.harness import Score, save, scores_of, systems_of, table
 from ctx_compress_rag.evaluation.neighbors import Neighbors
 from ctx_compress_rag.evaluation.questions import Question, questions_of
@@ -44,10 +38,6 @@ def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[s
     """The questions of JSONL files by the file's name without its suffix, at most `limit` of each, evenly spread.
 
     If a question has fewer than `passages` passages, it gets those of its file that are nearest to its own.
-
-    Raises:
-        DataError: two files have the same name.
-        MissingExtraError: passages are to be added, and MiniLM is not installed.
     """
     sets: dict[str, list[Question]] = {}
     for file in files:
@@ -74,22 +64,8 @@ def evaluate_sets(
     """Score each set as `evaluate` does; write answers, scores and plots.
 
     If it is run again after an interruption, it continues from the written answers. Questions whose full text does not
-    fit into the decoder's window are left out, and counted.
-
-    Args:
-        bundle: the bundle to score.
-        sets: questions by the name of their set.
-        ratios: see `evaluate`.
-        output: a folder; each of several sets gets a folder in it.
-        extras: more tables, by the name of their values in scores.json.
-        asking: how to ask.
-
-    Returns: the scores of each set.
-
-    Raises:
-        ConfigError: there is no such codec.
-        DataError: a set has fewer than two questions with an answer that fit.
-        RatioError: a ratio cannot be made.
+    fit into the decoder's window are left out, and counted. Each of several sets gets a folder in `output`; `extras`
+    are more tables, by the name of their values in scores.json.
     """
     ratios = ratios or bundle.config.ratios
     untrained = [ratio for ratio in ratios if ratio not in bundle.config.ratios]

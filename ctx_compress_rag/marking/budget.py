@@ -28,17 +28,11 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A retrieved passage.
+    """A retrieved passage."""
 
-    Attributes:
-        text: its text, as a prompt may show it.
-        slots: how many slots are stored of it; 0 if it must be shown as text.
-        sentences: its sentences, in order; none if there is no question.
-    """
-
-    text: str
-    slots: int = 0
-    sentences: Sequence[Sentence] = ()
+    text: str  # as a prompt may show it
+    slots: int = 0  # that are stored of it; 0 if it must be shown as text
+    sentences: Sequence[Sentence] = ()  # in order; none if there is no question
 
     def as_slots(self, factor: int) -> Shown:
         """All of it as slots, `factor` stored ones merged into each; as text if none are stored."""
@@ -46,17 +40,11 @@ class Retrieved:
 
 
 class Shown(NamedTuple):
-    """What is shown of a passage: text, then slots.
+    """What is shown of a passage: text, then slots."""
 
-    Attributes:
-        text: the whole text, some sentences, or "".
-        slots: how many slots; 0 for none.
-        factor: how many stored slots are merged into each.
-    """
-
-    text: str = ""
+    text: str = ""  # the whole, some sentences, or nothing
     slots: int = 0
-    factor: int = 1
+    factor: int = 1  # how many stored slots are merged into each
 
 
 NOTHING = Shown()
@@ -65,13 +53,9 @@ Count = Callable[[Sequence[Shown]], int]
 
 
 class Budget:
-    """Ways to spend a budget. Each returns what is shown of each passage, and never exceeds the budget.
+    """Ways to spend a budget of `size` positions. Each returns what is shown of each passage, and never exceeds it.
 
-    Args:
-        passages: the passages.
-        size: maximum positions of the prompt for all passages together.
-        count: see `Count`.
-        nestable: whether neighboring slots can be merged.
+    `nestable` is whether neighboring slots can be merged.
     """
 
     def __init__(self, passages: Sequence[Retrieved], size: int, count: Count, *, nestable: bool = True) -> None:

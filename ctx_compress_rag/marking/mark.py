@@ -71,19 +71,11 @@ def mark(
 ) -> list[str]:
     """Replace each retrieved text with the marker that stands for it, or keep the text.
 
-    The options are those of `frameworks.postprocessor.MarkingPostprocessor`, which also says what is raised. A text
-    that already holds a marker is expanded first, so that marking twice does not store the marker as a passage. In what
-    stays text, markers lose their colon, so that no LLM reads them as markers. Blank texts stay as they are.
-    Thread-safe.
-
-    Args:
-        store: where the soft contexts are.
-        texts: passages, in any order; the order is kept. Without scores, a budget assumes that the best come first.
-        ids: their ids in the app. A text is looked up by its id, then by its hash, which is also its id if it has
-            none, one that the store cannot hold, or one that another text of this call has.
-        ratio, token_budget, text_share, on_missing, scope: the options.
-        scores: the relevance of each text: higher is better, None and NaN come last.
-        question: what is asked; needed by a `text_share` and by a bundle that reads question by question.
+    The options are those of `frameworks.postprocessor.MarkingPostprocessor`, which also says what is raised; without
+    `scores`, a budget assumes that the best text comes first. A text is looked up by its id in the app, then by its
+    hash, which is also its id if it has none, one that the store cannot hold, or one that another text of this call
+    has. A text that already holds a marker is expanded first, so that marking twice does not store the marker as a
+    passage. In what stays text, markers lose their colon, so that no LLM reads them as markers. Thread-safe.
     """
     marking = Marking(store, ratio, token_budget, text_share, on_missing, scope)
     return [marked.shown for marked in marking.mark(texts, ids, scores, question)]
@@ -99,39 +91,33 @@ class _Passage:
     shown: str | None = None
 
 
+@dataclass
 class Marking:
-    """Marks the texts of one call after another with the same options, each passage alone: one fails no other.
+    """Marks the texts of one call after another with the options of `mark`, each passage alone: one fails no other."""
 
-    The arguments are those of the function `mark`.
-    """
+    store: SoftContextStore
+    ratio: int | None = None
+    token_budget: int | None = None
+    text_share: float | None = None
+    on_missing: OnMissing = "compress"
+    scope: str | None = None
 
-    def __init__(
-        self,
-        store: SoftContextStore,
-        ratio: int | None = None,
-        token_budget: int | None = None,
-        text_share: float | None = None,
-        on_missing: OnMissing = "compress",
-        scope: str | None = None,
-    ) -> None:
-        self._store = store
-        self._ratio = ratio = None if ratio is None else as_int("ratio", ratio)
-        self._budget = budget = None if token_budget is None else as_int("token_budget", token_budget)
-        self._share = None if text_share is None else validate("text_share", text_share, _SHARE)
-        self._on_missing = on_missing
-        self._scope = scope
+    def __post_init__(self) -> None:
+        self.ratio = ratio = None if self.ratio is None else as_int("ratio", self.ratio)
+        self.token_budget = budget = None if self.token_budget is None else as_int("token_budget", self.token_budget)
+        self.text_share = None if self.text_share is None else validate("text_share", self.text_share, _SHARE)
         if ratio is not None and budget is not None:
             raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
         if budget is not None and budget < 1:
             raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
-        if budget is not None or self._share:
-            store.merge_factor(store.base_ratio)  # refuses a bundle whose slots are no context by themselves
+        if budget is not None or self.text_share:
+            self.store.merge_factor(self.store.base_ratio)  # refuses a bundle whose slots are no context by themselves
         if ratio is not None:
-            store.bundle.compressor.check_ratio(ratio, store.base_ratio)
-        if on_missing not in get_args(OnMissing):
-            raise ConfigError(f"on_missing={on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
-        if scope is not None:
-            check_scope(scope)
+            self.store.bundle.compressor.check_ratio(ratio, self.store.base_ratio)
+        if self.on_missing not in get_args(OnMissing):
+            raise ConfigError(f"on_missing={self.on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
+        if self.scope is not None:
+            check_scope(self.scope)
 
     def mark(
         self,
@@ -152,7 +138,7 @@ class Marking:
         try:
             self._render(passages, relevances, question)
         except (MissingPassageError, PayloadError):
-            if self._on_missing == "error":
+            if self.on_missing == "error":
                 raise
             for passage in stored:
                 self._repair(passage)
@@ -170,9 +156,9 @@ class Marking:
             passage = _Passage(f"texts[{place}]" if id is None else short_repr(id), text)
             passages.append(passage)
             try:
-                parts = self._store.split(text, self._scope, "text")
+                parts = self.store.split(text, self.scope, "text")
                 if any(isinstance(part, Marker) for part in parts):
-                    passage.text = _joined(self._store, parts, min(MAX_CHARACTERS, room))
+                    passage.text = _joined(self.store, parts, min(MAX_CHARACTERS, room))
                     room -= len(passage.text)
                 if passage.text.strip():
                     passage.id = to_passage(passage.text, id if _is_id(id) else None, place).id
@@ -183,12 +169,12 @@ class Marking:
     def _find(self, passages: Sequence[_Passage]) -> None:
         """Set the ids under which texts are stored, or None; missing ones are compressed if the options say so."""
         missing = self._located(passages)
-        if missing and self._on_missing == "error":
+        if missing and self.on_missing == "error":
             raise MissingPassageError(
                 f"passage {missing[0].name} is not stored with this text ({len(missing)} missing): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
-        if self._on_missing == "compress":
+        if self.on_missing == "compress":
             self._compress(missing)
         else:
             for passage in missing:
@@ -197,7 +183,7 @@ class Marking:
     def _located(self, passages: Sequence[_Passage]) -> list[_Passage]:
         """Set the ids under which texts are stored; the passages that are not stored keep theirs and are returned."""
         texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
-        stored = self._store.stored_ids(texts, ids, self._scope)
+        stored = self.store.stored_ids(texts, ids, self.scope)
         for passage, id in zip(passages, stored, strict=True):
             passage.id = id or passage.id
         return [passage for passage, id in zip(passages, stored, strict=True) if id is None]
@@ -208,7 +194,7 @@ class Marking:
             return
         try:
             texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
-            for passage, id in zip(passages, self._store.ensure(texts, ids, self._scope), strict=True):
+            for passage, id in zip(passages, self.store.ensure(texts, ids, self.scope), strict=True):
                 passage.id = id
         except StoreWriteError as error:
             for passage in self._located(passages):
@@ -222,7 +208,7 @@ class Marking:
 
     def _repair(self, passage: _Passage) -> None:
         """Compress a passage again whose record is damaged, or gone since it was found; else it stays text."""
-        store, scope = self._store, self._scope
+        store, scope = self.store, self.scope
         if passage.id is None:
             return
         try:
@@ -230,12 +216,12 @@ class Marking:
                 [soft] = store.get([passage.id], scope, [passage.text])
             except PayloadError:
                 [record] = store.get_passages([passage.id], scope, [passage.text])
-                if self._on_missing != "compress" or record is None:
+                if self.on_missing != "compress" or record is None:
                     raise
                 store.delete([passage.id], scope)
                 store.add([Passage(passage.text, passage.id, record.metadata)], progress=False, scope=scope)
             else:
-                if soft is None and self._on_missing == "compress":
+                if soft is None and self.on_missing == "compress":
                     [passage.id] = store.ensure([passage.text], scope=scope)
                 elif soft is None:
                     passage.id = None
@@ -244,7 +230,7 @@ class Marking:
 
     def _leave(self, passage: _Passage, error: Exception) -> None:
         """Keep a passage's text, in a form that tokenizers can read, or raise, as the options say."""
-        if self._on_missing == "error":
+        if self.on_missing == "error":
             raise error
         logger.warning("left as text: passage %s (%s)", passage.name, error)
         passage.id, passage.text = None, whole_characters(passage.text)
@@ -255,40 +241,40 @@ class Marking:
         if shown is not None:
             self._show(passages, shown)
             return
-        store = self._store
+        store = self.store
         stored = [passage for passage in passages if passage.id is not None]
         ids, texts = [str(passage.id) for passage in stored], [passage.text for passage in stored]
-        rendered = store.bundle.compressor.render(store, texts, ids, self._ratio, question, self._scope)
+        rendered = store.bundle.compressor.render(store, texts, ids, self.ratio, question, self.scope)
         for passage, text in zip(stored, rendered, strict=True):
             # Text that a method keeps may have the form of a marker.
-            parts = store.split(text, self._scope, "text")
+            parts = store.split(text, self.scope, "text")
             passage.shown = "".join(part.text if isinstance(part, Marker) else escaped_markers(part) for part in parts)
 
     def _planned(
         self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None
     ) -> list[Shown] | None:
         """What is shown of each passage within a budget; None if all are shown as the method does at the ratio."""
-        bundle, store = self._store.bundle, self._store
+        bundle, store = self.store.bundle, self.store
         share = self._share_for(question, len(passages))
         texts = [escaped_markers(passage.text) for passage in passages]
-        if share is None and self._budget is None:
+        if share is None and self.token_budget is None:
             return None
         assert isinstance(bundle, Bundle)
         stored = [passage for passage in passages if passage.id is not None]
-        found = iter(store.get_passages([str(p.id) for p in stored], self._scope, [p.text for p in stored]))
+        found = iter(store.get_passages([str(p.id) for p in stored], self.scope, [p.text for p in stored]))
         records = [None if passage.id is None else next(found) for passage in passages]
         near = None
         if share is not None:
             packed = ["" if record is None else record.sentences for record in records]
             near = self._nearest(texts, question or "", packed)
-        if near is None and self._budget is None:
+        if near is None and self.token_budget is None:
             return None
         slots = [0 if record is None else record.n_slots for record in records]
         retrieved = list(map(Retrieved, texts, slots, [()] * len(texts) if near is None else near))
         count = partial(positions, bundle)
-        size = self._budget
+        size = self.token_budget
         if size is None:  # what this ratio gives all passages
-            factor = store.merge_factor(store.base_ratio if self._ratio is None else self._ratio)
+            factor = store.merge_factor(store.base_ratio if self.ratio is None else self.ratio)
             size = count([each.as_slots(factor) for each in retrieved])
         budget = Budget(retrieved, size, count, nestable=bundle.compressor.nestable)
         if budget.fits(budget.texts()):
@@ -297,7 +283,7 @@ class Marking:
 
     def _share_for(self, question: str | None, passages: int) -> float | None:
         """The share of the budget for sentences; None for soft contexts alone."""
-        bundle, share = self._store.bundle, self._share
+        bundle, share = self.store.bundle, self.text_share
         if not (question and question.strip()):
             if share:
                 raise ConfigError(
@@ -319,7 +305,7 @@ class Marking:
         try:
             return nearest(texts, question, stored)
         except MissingExtraError as error:
-            if self._share is not None:
+            if self.text_share is not None:
                 raise
             _warn_once(f"soft contexts alone are shown, although sentences beside them answer better: {error}")
             return None
@@ -332,7 +318,7 @@ class Marking:
                 groups.setdefault(each.factor, []).append(passage)
         for factor, group in groups.items():
             ids, texts = [str(passage.id) for passage in group], [passage.text for passage in group]
-            markers = self._store.markers(ids, factor * self._store.base_ratio, self._scope, texts)
+            markers = self.store.markers(ids, factor * self.store.base_ratio, self.scope, texts)
             for passage, marker in zip(group, markers, strict=True):
                 passage.shown = f"{passage.shown} {marker}".strip()
 

@@ -23,32 +23,21 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Conversion:
-    """A bundle's contents: saved tensors by name, and `BundleConfig`'s settings, except name, decoder and source.
-
-    Attributes:
-        adapters: the LoRA tensors of "compressor" and "reader", by names such as
-            `model.layers.0.self_attn.q_proj.lora_A.weight`.
-    """
+    """A bundle's contents: saved tensors by name, and `BundleConfig`'s settings, except name, decoder and source."""
 
     settings: Mapping[str, Any]
     compressor: Mapping[str, Tensor] = field(default_factory=dict)
     reader: Mapping[str, Tensor] = field(default_factory=dict)
-    adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # LoRA of "compressor" and "reader"
 
 
 class Format(ABC):
-    """How the checkpoints of a project are recognized and converted. Recognition reads names and JSON, never code.
-
-    Attributes:
-        known: published checkpoints, as arguments of `ctx-compress import`, and their licenses.
-        decoder_tensors: the decoder's tensors that `convert` reads.
-        caution: what the user has to check, because the files do not say it.
-    """
+    """How the checkpoints of a project are recognized and converted. Recognition reads names and JSON, never code."""
 
     name: str
-    known: tuple[tuple[str, str], ...] = ()
-    decoder_tensors: tuple[str, ...] = ()
-    caution: str = ""
+    known: tuple[tuple[str, str], ...] = ()  # published checkpoints, as arguments of `ctx-compress import`; licenses
+    decoder_tensors: tuple[str, ...] = ()  # that `convert` reads
+    caution: str = ""  # what the user has to check, because the files do not say it
 
     def license(self, checkpoint: Checkpoint) -> str:
         return checkpoint.license

@@ -45,18 +45,9 @@ class Import:
         decoder: str | None = None,
         encoder: str | None = None,
     ) -> Import:
-        """Recognize a checkpoint; only small files are downloaded.
+        """Recognize a checkpoint, a hub id (whose commit is pinned) or a folder; only small files are downloaded.
 
-        Args:
-            name: a hub id or a folder.
-            subfolder: the checkpoint's place in there, if it holds several.
-            revision: a hub revision; its commit is pinned.
-            decoder: the decoder it was trained for, a hub id or a folder, in place of the one it names.
-            encoder: the same for an encoder with weights of its own.
-
-        Raises:
-            BundleError: it is not there, of no known format, or of one that cannot be imported.
-            ConfigError: an argument does not fit it.
+        `subfolder` is its place in there, `decoder` (and `encoder`) what it was trained for, in place of what it names.
         """
         from transformers import AutoModel
 
@@ -95,15 +86,9 @@ class Import:
         return self.checkpoint.bytes_of(self.format.files(self.checkpoint))
 
     def write(self, folder: str | Path, *, copy: bool = False) -> None:
-        """Convert into a new folder; nothing is left of it if that fails.
+        """Convert into a folder that is new or empty; nothing is left of it if that fails.
 
-        Args:
-            folder: where the bundle goes; it must not exist, or be empty.
-            copy: put decoder and encoder into it, instead of naming their place and commit.
-
-        Raises:
-            BundleError: the checkpoint is incomplete, damaged, or does not fit its decoder, or there is no space.
-            ConfigError: the folder has files.
+        With `copy`, decoder and encoder go into it; else the bundle names their place and commit.
         """
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -192,10 +177,12 @@ def import_published(
 ) -> Bundle:
     """Convert another project's published compressor into a bundle in a new folder, and load it from there.
 
-    Args:
-        name_or_path: the checkpoint: a hub id or a folder; the options up to `encoder` are those of `Import.of`.
-        folder: where the bundle goes. `copy`: see `Import.write`; both say what is raised.
-        options: of `Bundle.from_pretrained`, such as `dtype`.
+    The arguments are those of `Import.of` and `Import.write`; `options` those of `Bundle.from_pretrained`.
+
+    Raises:
+        BundleError: it is not there, incomplete, damaged, of no known format, or does not fit its decoder; or there is
+            no space.
+        ConfigError: an argument does not fit it, or the folder has files.
     """
     found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     found.write(folder, copy=copy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,20 +27,13 @@ class Checkpoint:
     """Files by name; those on the hub are downloaded into its cache when they are read.
 
     Whatever cannot be found, fetched or read raises a BundleError that names it and the remedy.
-
-    Attributes:
-        name: the hub id or folder.
-        revision: the commit on the hub; None for a folder.
-        subfolder: where the files are in it: "", or a path that ends with a slash.
-        sizes: bytes of each file there.
-        license: as its card says, or "none given".
     """
 
-    name: str
-    revision: str | None
-    subfolder: str
-    sizes: Mapping[str, int]
-    license: str
+    name: str  # the hub id or folder
+    revision: str | None  # the commit on the hub; None for a folder
+    subfolder: str  # where the files are in it: "", or a path that ends with a slash
+    sizes: Mapping[str, int]  # bytes of each file there
+    license: str  # as its card says, or "none given"
 
     @classmethod
     def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
@@ -105,9 +98,9 @@ class Checkpoint:
             raise BundleError(f"{self}: {name} holds a {type(found).__name__}, not an object: fetch it again")
         return found
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """A file's tensors by name. Of a pickle torch reads nothing but tensors, so that no code runs."""
-        return self._only(Tensor, self._content(name), name)
+    def tensors(self, name: str, keys: Collection[str] | None = None) -> dict[str, Tensor]:
+        """A file's tensors by name, of safetensors those of `keys`; torch reads only tensors, so that no code runs."""
+        return self._only(Tensor, self._content(name, keys), name)
 
     def groups(self, name: str) -> dict[str, dict[str, Tensor]]:
         """The tensors of a file that has groups of them."""
@@ -121,13 +114,14 @@ class Checkpoint:
             raise BundleError(f"{self}: in {where}, {found}: it is damaged, or of another version")
         return dict(content)
 
-    def _content(self, name: str) -> Any:
+    def _content(self, name: str, keys: Collection[str] | None = None) -> Any:
         path = self.path(name)
         try:
             if path.suffix != ".safetensors":
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             with safe_open(path, "pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+                wanted = [key for key in file.keys() if keys is None or key in keys]  # noqa: SIM118 - not a dict
+                return {key: file.get_tensor(key) for key in wanted}
         except pickle.UnpicklingError as error:
             raise BundleError(
                 f"{path} is damaged, or holds code, which is not run: fetch it again, or ask its makers for safetensors"
@@ -151,15 +145,7 @@ class Checkpoint:
 
     def tensor(self, key: str) -> Tensor | None:
         """A tensor of a transformers folder, from the one file that should have it; None if it has not."""
-        name = self.shard(key)
-        if not name.endswith(".safetensors"):
-            return self.tensors(name).get(key)
-        try:
-            with safe_open(self.path(name), "pt") as file:
-                found: Tensor | None = file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118
-                return found
-        except SafetensorError as error:
-            raise BundleError(f"{self}: {name} is damaged ({short(error)}): fetch it again") from error
+        return self.tensors(self.shard(key), [key]).get(key)
 
     def reference(self, key: str) -> dict[str, Any]:
         """How a config names this transformers folder, under `key`."""

@@ -89,12 +89,8 @@ class PromptTokenizer:
     """Tokenizes text with holes as one string.
 
     Some tokenizers would add a space at the start of each part if parts were tokenized one by one. So the whole
-    prompt is tokenized at once, with a special token for each hole and for each cut that keeps a text from becoming
-    a control token. The names of these tokens are random: a user cannot type them.
-
-    Attributes:
-        tokenizer: the decoder's.
-        hole: stands for a soft context in a chat.
+    prompt is tokenized at once, with a special token for each hole (`hole`) and for each cut that keeps a text from
+    becoming a control token. The names of these tokens are random: a user cannot type them.
     """
 
     def __init__(self, tokenizer: Any) -> None:

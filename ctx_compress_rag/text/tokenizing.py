@@ -20,15 +20,10 @@ _CHARACTERS_PER_TOKEN = 32  # no prompt has so many on average; English has four
 
 @dataclass(frozen=True)
 class TextTokens:
-    """The tokens of a text.
-
-    Attributes:
-        ids: token ids.
-        offsets: where each token begins and ends in the text.
-    """
+    """The tokens of a text."""
 
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    offsets: list[tuple[int, int]]  # where each begins and ends in the text
 
 
 def control_ids(tokenizer: Any) -> set[int]:
