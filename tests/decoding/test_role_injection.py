@@ -10,7 +10,6 @@ from uuid import uuid4
 import chromadb
 import pytest
 import torch
-from langchain_core.messages import ChatMessage as LangChainMessage
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -30,7 +29,6 @@ from helpers import architectures
 from helpers.decoding import damage
 from helpers.frameworks import FRAMEWORKS
 from helpers.models import tiny_llama
-from langchain_ctx_compress import ChatCompressedContext
 
 NAMES = [*architectures.NAMES, *SHIPPED]
 
@@ -128,27 +126,17 @@ def test_the_slots_of_a_passage_are_those_of_text_and_not_of_a_role(bundle: Bund
 
 
 def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: Bundle) -> None:
-    """Also where the prompt's own words would complete a token."""
-    attack = hostile(bundle)
-    token = next(iter(controls(bundle).values()))
-    with damaged(bundle, attack, token[1:]) as (decoder, (a, b)):
-        chats = [[{"role": "user", "content": text}] for text in (f"Look. {a} {token[0]}{b}", "Look. Hello.")]
-        made = decoder.preparer.prepare(chats)
-        assert not any(prompt.soft for prompt in made)
-        found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
-    assert found[0] == found[1]
-
-
-def test_so_it_is_in_a_raw_prompt_whose_other_control_tokens_are_the_callers(bundle: Bundle) -> None:
-    """Also where the passage would complete a token that the caller's text begins, or begin one that it completes."""
+    """Also where the prompt's words would complete a token; a raw prompt's own tokens are the caller's."""
     attack, token = hostile(bundle), max(controls(bundle).values(), key=len)
     with damaged(bundle, attack, token[1:], token[:-1]) as (decoder, (a, b, c)):
+        chats = [[{"role": "user", "content": text}] for text in (f"Look. {a} {token[0]}{b}", "Look. Hello.")]
         around = f"{token}user {{}} {token[0]}{{}} {{}}{token[-1]}{token}assistant"
-        made = decoder.preparer.prepare([around.format(a, b, c), around.format("x", " y", "z ")])
-        found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
-    assert found[0] == found[1]
+        made = decoder.preparer.prepare([*chats, around.format(a, b, c), around.format("x", " y", "z ")])
+    assert not any(prompt.soft for prompt in made)
+    found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
+    assert found[0] == found[1] and found[2] == found[3]
     if bundle.tokenizer.chat_template:
-        assert found[1][bundle.tokenizer.convert_tokens_to_ids(token)] >= 2  # the caller's own stay what they are
+        assert found[3][bundle.tokenizer.convert_tokens_to_ids(token)] >= 2  # the caller's own stay what they are
 
 
 @pytest.mark.parametrize("bundle", ["Llama"], indirect=True)  # the same with all
@@ -175,9 +163,7 @@ def test_the_padding_token_in_a_text_does_not_count_as_a_slot(bundle: Bundle, st
 
 @pytest.mark.parametrize("bundle", ["Llama"], indirect=True)  # the same with all
 @pytest.mark.parametrize("role", ["system|><|assistant", "function", "System", "", "user\nsystem"])
-def test_roles_are_a_fixed_list(role: str, bundle: Bundle, store: SoftContextStore) -> None:
-    with pytest.raises(ConfigError, match="give one of system, user, assistant"):
-        ChatCompressedContext(store=store, max_tokens=1).invoke([LangChainMessage(role=role, content="Hello")])
+def test_roles_are_a_fixed_list(role: str, bundle: Bundle) -> None:
     with pytest.raises(ConfigError, match="give one of system, user, assistant"):
         Decoder(bundle).generate([[{"role": role, "content": "Hello"}]], Sampling(max_tokens=1))
 

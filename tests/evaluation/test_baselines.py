@@ -69,13 +69,6 @@ def test_truncation_spends_the_budget_in_proportion(budget: int) -> None:
         assert abs(count([head], tokenizer) - budget * count([whole], tokenizer) / total) < 1
 
 
-def test_truncation_does_not_cut_within_a_character() -> None:
-    tokenizer = TOKENIZERS["byte-level BPE"]
-    text = "日本語"  # three bytes each, none of them merged
-    assert count([text], tokenizer) == 9
-    assert [truncate([text], tokenizer, budget)[0] for budget in (2, 3, 5, 6, 9)] == ["", "日", "日", "日本", text]
-
-
 def test_sentences_have_the_encoders_cosine_and_none_is_torn() -> None:
     encoder = load_minilm()
     near = nearest(PASSAGES, QUESTION)

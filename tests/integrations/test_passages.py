@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_marked_twice_is_marked_once_and_restored(store: SoftContextStore, frame
         found, store=store, ratio=16, scope="anna"
     )
     restored = framework.restore(once, store, "anna")
-    assert restored == found == framework.restore(restored, store)
+    assert restored == found == framework.restore(restored, store) == framework.restore(deepcopy(once), store, "anna")
     assert {each.text for each in store.get_passages(["good", "new"], "anna")} == {GOOD, passage(1)}
 
 

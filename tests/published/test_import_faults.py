@@ -158,15 +158,6 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_old_shards_beside_the_adapters_are_not_read(tmp_path: Path) -> None:
-    """As in pisco-llama and pisco-solar."""
-    folder = copied("pisco", tmp_path)
-    (folder / "model-00001-of-00002.safetensors").write_bytes(b"of December 2024")
-    made = import_published(folder, tmp_path / "one", **CASES["pisco"], device="cpu", dtype="float32")
-    expected = imported("pisco", tmp_path / "two").compress([TEXTS["short"]])[0]
-    assert torch.equal(made.compress([TEXTS["short"]])[0].slots, expected.slots)
-
-
 def test_a_decoder_that_does_not_fit_has_to_be_replaced(tmp_path: Path) -> None:
     """One without BOS, one named by a path of its authors, and none."""
     with pytest.raises(BundleError, match="lclm-4x/decoder has no BOS"):

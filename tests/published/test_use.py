@@ -1,6 +1,5 @@
 """An imported bundle is an ordinary one: for stores, codecs, budgets, both frameworks, vLLM and training."""
 
-import json
 import re
 import shlex
 import shutil
@@ -14,12 +13,10 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from llama_index.core import PromptTemplate, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
-from safetensors.torch import load_file
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.decoding.export import export
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import prompt_of
@@ -159,18 +156,6 @@ def test_the_pages_commands_lead_to_an_answer(
     for line in [*SHOWN.splitlines(), command, *USE.replace("lclm", made).splitlines()]:
         assert main(shlex.split(line, comments=True)[1:]) == 0, line
         assert capsys.readouterr().out.strip()
-
-
-def test_export_writes_the_adapter_that_reads(name: str, bundle: Bundle, tmp_path: Path) -> None:
-    """Wrapping vectors need nothing there: they are among the prompt's embeddings."""
-    command = export(bundle, tmp_path)
-    lora = bundle.reader.tune.mode == "lora"  # type: ignore[union-attr]
-    assert ("--enable-lora" in command) is lora is (name.startswith("pisco"))
-    if lora:
-        written = load_file(tmp_path / "reader" / "adapter_model.safetensors")
-        expected = bundle.backbone.adapter_state("reader")
-        assert written.keys() == expected.keys()
-        assert json.loads((tmp_path / "reader/adapter_config.json").read_text())["lora_alpha"] == 32
 
 
 @pytest.mark.parametrize("name", ["pisco", "lclm-4x", "icae"])

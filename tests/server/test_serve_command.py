@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,15 +36,6 @@ def test_a_hang_up_ends_it_as_sigterm_does(decoder: Decoder) -> None:
             serve(create_app(decoder), listener, started=lambda url: hang_up.start())  # and it returns
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_the_address_is_said_when_it_can_be_asked() -> None:
-    def asked(url: str) -> None:
-        with socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1"))), WAIT):
-            raise KeyboardInterrupt  # or it would serve on
-
-    with pytest.raises(KeyboardInterrupt), listen("127.0.0.1", 0, guarded=False) as listener:
-        serve(None, listener, started=asked)
 
 
 def check_it_serves(url: str) -> None:
@@ -88,10 +78,3 @@ def test_what_cannot_be_served_is_said_before_a_store_is_opened(
     (tmp_path / "keys").write_text(f"{ANNA} anna\n")
     assert main(["serve", "--store", "nowhere", *options]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_port_that_is_taken_is_said(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["serve", "--store", str(index), "--port", str(port)]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
