@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from benchmarks.lab import lab
 from benchmarks.world import BUNDLE
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import AnyBundle, Engine, Output, ServerKey, engine_options, quiet_models, read_text
+from ctx_compress_rag.cli.shared import AnyBundle, Engine, Output, ServerKey, engine_options, quiet_models
 from ctx_compress_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -229,9 +230,11 @@ def time_training(
 def _open(text: str, bundle: str, tokens: int) -> tuple[Bundle, list[str]]:
     """A bundle, and a text's passages of at most `tokens` of its tokens."""
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.data.examples import open_text
     from ctx_compress_rag.indexing.chunking import chunk
 
-    given = read_text(text)
+    with open_text(Path(text)) as file:
+        given = file.read()
     quiet_models()
     opened = Bundle.from_pretrained(bundle)
     return opened, list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.errors import ConfigError
 
 STORE = "chroma"
 """The folder of an index."""
@@ -84,17 +83,6 @@ Ratios = Annotated[
     list[int] | None,
     typer.Option(metavar="R...", min=1, help="Source tokens per slot; for a ram bundle, how many times shorter."),
 ]
-
-
-def read_text(file: str, what: str = "text") -> str:
-    """Read a file named on the command line; the error says `what` it should hold."""
-    from ctx_compress_rag.data.examples import open_text
-
-    with open_text(Path(file)) as lines:
-        text = lines.read()
-    if not text.strip():
-        raise DataError(f"{file!r} holds no {what}: add some")
-    return text
 
 
 def printable(text: str) -> str:

@@ -46,11 +46,7 @@ def count(text: str, tokenizer: Any) -> int:
 
 
 def _head(text: str, tokenizer: Any, tokens: int) -> str:
-    """The longest start of a text that ends with one of its tokens and has at most `tokens`.
-
-    Cut text can have other tokens than inside the whole text, and a byte-level token can end within a
-    character, so the tokens of the cut text are counted again.
-    """
+    """The longest start of a text that ends with one of its tokens and has at most `tokens`, counted on its own."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     if len(offsets) <= tokens:
         return text

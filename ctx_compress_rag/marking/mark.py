@@ -352,11 +352,7 @@ def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
-    """Replace each marker in a prompt with the text it stands for, for an LLM that cannot read markers.
-
-    Markers of another key or scope stay as they are. Raises as `SoftContextStore.text_of`, and ConfigError if the texts
-    have more than `MAX_EXPANDED` characters together.
-    """
+    """Replace each marker in a prompt, but for those of another key or scope, with the text it stands for."""
     return _joined(store, store.split(text, scope), MAX_EXPANDED)
 
 

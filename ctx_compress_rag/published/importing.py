@@ -74,16 +74,13 @@ class Import:
     def read_now(self) -> int:
         """Bytes that `write` reads, some of them perhaps here already."""
         files = self.decoder.files
-        return self._own_bytes + files.bytes_of({files.shard(key) for key in self.format.decoder_tensors})
+        own = self.checkpoint.bytes_of(self.format.files(self.checkpoint))
+        return own + files.bytes_of({files.shard(key) for key in self.format.decoder_tensors})
 
     @property
     def read_in_use(self) -> int:
         """Bytes of the decoder and the encoder, which are read when they are first used."""
         return sum(part.bytes_of(part.of_transformers) for part in self.parts.values())
-
-    @property
-    def _own_bytes(self) -> int:
-        return self.checkpoint.bytes_of(self.format.files(self.checkpoint))
 
     def write(self, folder: str | Path, *, copy: bool = False) -> None:
         """Convert into a folder that is new or empty; nothing is left of it if that fails.
@@ -93,14 +90,8 @@ class Import:
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} has files: give a new folder")
-        needed = self._own_bytes + (self.read_in_use if copy else 0)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            if (free := shutil.disk_usage(folder.parent).free) < needed:
-                raise BundleError(
-                    f"the bundle needs up to {needed / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f} GB: free "
-                    "some"
-                )
             with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as made:
                 self._write(Path(made), copy)
                 Path(made).chmod(0o755)

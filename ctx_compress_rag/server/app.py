@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -48,19 +49,10 @@ def create_app(
     hosts: Collection[str] = (),
     retrieval: Retrieval | None = None,
 ) -> FastAPI:
-    """An ASGI app that answers with a decoder and compresses into its store.
+    """An ASGI app that answers with a decoder, in the scope of each request's API key, and compresses into its store.
 
-    Args:
-        decoder: what answers; it reads its store's markers in the scope of each request's API key.
-        keys: which key opens which scope; None lets everyone on this machine in, in the store's own scope.
-        limits: what clients may ask for.
-        hosts: without keys, the names besides this machine's own under which it may be asked, such as a proxy's.
-        retrieval: what finds passages for a chat without markers, and gives the app a page to ask on; None leaves
-            such chats as they are.
-
-    Raises:
-        ConfigError: the decoder has no store.
-        MissingExtraError: FastAPI is not installed.
+    Without `keys`, it lets in who asks it under a name of this machine or of `hosts`, in the store's own scope. With
+    `retrieval`, it finds passages for chats without markers, and has a page to ask on.
     """
     if decoder.store is None:
         raise ConfigError("the server's decoder has no store: give it the store whose markers clients send")
@@ -83,52 +75,47 @@ def create_app(
     return app
 
 
+@dataclass(eq=False)
 class _Service:
     """What the routes do."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        store: SoftContextStore,
-        metrics: Metrics,
-        limits: Limits,
-        retrieval: Retrieval | None,
-    ) -> None:
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
-        self._decoder = decoder
-        self._store = store
-        self._metrics = metrics
-        self._limits = limits
-        self._retrieval = retrieval
-        self._name = store.bundle.config.name
-        self._started = int(time.time())
+    decoder: Decoder
+    store: SoftContextStore
+    metrics: Metrics
+    limits: Limits
+    retrieval: Retrieval | None
+
+    def __post_init__(self) -> None:
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")
+        self.name = self.store.bundle.config.name
+        self.started = int(time.time())
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         yield
-        self._writer.shutdown(wait=False, cancel_futures=True)
+        self.writer.shutdown(wait=False, cancel_futures=True)
 
     async def measured(self) -> Response:
-        return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self.model(self._name)]}
+        return {"object": "list", "data": [await self.model(self.name)]}
 
     async def model(self, name: str) -> dict[str, Any]:
         self._check_model(name)
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "ctx-compress"}
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "ctx-compress"}
 
     def _check_model(self, name: str) -> None:
-        if name != self._name:
-            raise RequestError(404, f"no model {name!r}: this server has {self._name!r}", "model_not_found", "model")
+        if name != self.name:
+            raise RequestError(404, f"no model {name!r}: this server has {self.name!r}", "model_not_found", "model")
 
     async def chat(self, body: ChatCompletion, request: Request) -> Response:
         self._check_model(body.model)
-        chat, scope, retrieval = body.prompt(), request.state.tenant, self._retrieval
+        chat, scope, retrieval = body.prompt(), request.state.tenant, self.retrieval
         if retrieval is None or not retrieval.is_question(chat, scope):
             return await self._generate("chat", body, [chat], request)
         # Where the store is written to: a passage may be missing.
-        asked = asyncio.get_running_loop().run_in_executor(self._writer, retrieval.ask, chat, scope)
+        asked = asyncio.get_running_loop().run_in_executor(self.writer, retrieval.ask, chat, scope)
         prompt, sources = await unless_gone(request.receive, asked)
         return await self._generate("chat", body, [prompt], request, sources, retrieval.extractive)
 
@@ -145,10 +132,10 @@ class _Service:
         sources: Sequence[Mapping[str, Any]] | None = None,
         extractive: bool = False,
     ) -> Response:
-        config = cast(Bundle, self._store.bundle).config
-        sampling = body.sampling(self._limits, config, extractive)
-        reply, scope = Reply(kind, self._name, sources), request.state.tenant
-        answers = [answer(self._decoder, prompt, sampling, self._metrics) for prompt in prompts]
+        config = cast(Bundle, self.store.bundle).config
+        sampling = body.sampling(self.limits, config, extractive)
+        reply, scope = Reply(kind, self.name, sources), request.state.tenant
+        answers = [answer(self.decoder, prompt, sampling, self.metrics) for prompt in prompts]
         with nullcontext() if scope is None else in_scope(scope):
             if not body.stream:
                 return JSONResponse(reply.whole(await unless_gone(request.receive, whole(answers))))
@@ -167,25 +154,25 @@ class _Service:
         if body.model is not None:
             self._check_model(body.model)
         scope = request.state.tenant
-        marking = Marking(self._store, body.ratio, body.token_budget, scope=scope)
+        marking = Marking(self.store, body.ratio, body.token_budget, scope=scope)
         shown = await unless_gone(request.receive, self._marked(body, marking, scope))
-        self._metrics.passages.inc(len(body.input))
+        self.metrics.passages.inc(len(body.input))
         data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
-        return JSONResponse({"object": "list", "model": self._name, "data": data})
+        return JSONResponse({"object": "list", "model": self.name, "data": data})
 
     async def _marked(self, body: Compress, marking: Marking, scope: str | None) -> list[str]:
         def store(part: Sequence[str]) -> None:
             # `mark` expands the others.
             plain = [text for text in part if text.strip() and escaped_markers(text) == text]
             with suppress(StoreWriteError):  # `mark` leaves them as text
-                self._store.ensure(plain, scope=scope)
+                self.store.ensure(plain, scope=scope)
 
         loop, texts = asyncio.get_running_loop(), body.input
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
-            await loop.run_in_executor(self._writer, store, texts[start : start + _TEXTS_AT_A_TIME])
+            await loop.run_in_executor(self.writer, store, texts[start : start + _TEXTS_AT_A_TIME])
         for text in texts:
-            self._store.split(text, scope, "error")  # a marker of another tenant is no passage
-        marked = await loop.run_in_executor(self._writer, partial(marking.mark, texts, question=body.question))
+            self.store.split(text, scope, "error")  # a marker of another tenant is no passage
+        marked = await loop.run_in_executor(self.writer, partial(marking.mark, texts, question=body.question))
         return [each.shown for each in marked]
 
 

@@ -26,10 +26,6 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
     If the template does not accept a system role (Gemma 2, early Mistral), the system message goes to the start of the
     first user message: LangChain's and LlamaIndex's chains put the context into it. Text of users and documents has
     been through `PromptTokenizer.as_text`.
-
-    Raises:
-        ConfigError: a role is not one of `ROLES`, or the template refuses the chat (for example for its order of
-            roles) or leaves out a message.
     """
     if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
         raise ConfigError(f"unknown role {unknown[0]!r}: give one of {', '.join(ROLES)}")

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 from ctx_compress_rag import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.published import importing
 from ctx_compress_rag.published.importing import Import, import_published
 from ctx_compress_rag.published.registry import FORMATS
 from helpers.hub import COMMIT, Hub, running
@@ -175,13 +173,10 @@ def test_what_a_checkpoint_brings_cannot_be_replaced(option: str, tmp_path: Path
         import_published(CHECKPOINTS / "lclm-4x", tmp_path / "bundle", **{option: "other"})
 
 
-def test_a_folder_with_files_and_a_full_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_files_and_one_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
     with pytest.raises(ConfigError, match="has files"):
         imported("lclm-4x", tmp_path)
-    monkeypatch.setattr(importing.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(BundleError, match="free some"):
-        imported("lclm-4x", tmp_path / "bundle")
     with pytest.raises(BundleError, match="mine"):
         imported("lclm-4x", tmp_path / "mine" / "bundle")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -19,9 +19,7 @@ _SENTENCE = {"type": "string", "minLength": 1, "maxLength": 120}
 def schema_of(prompt: BasePromptTemplate, given: Mapping[str, Any]) -> dict[str, Any] | None:
     """The JSON schema of the answer that a prompt's parser reads; None if it reads text.
 
-    Args:
-        prompt: the template.
-        given: the template's arguments; choices and tools come from them, so that an answer cannot name others.
+    Choices and tools come from the template's arguments (`given`), so that an answer cannot name others.
     """
     match prompt.output_parser:
         case SelectionOutputParser():

@@ -22,12 +22,8 @@ def chat_memory(llm: CompressedContextLLM, token_limit: int | None = None, **opt
     """A memory for LlamaIndex's chat engines, which counts a marker as its slots.
 
     A chat engine fails with "Chunk size ... is not positive" if its history leaves no room for passages. By default
-    it allows a history as long as the window, less 256 tokens, and reserves 500 tokens besides `max_tokens`.
-
-    Args:
-        llm: what answers.
-        token_limit: longest history, in tokens and slots; by default half of the window's tokens that are not reserved.
-        options: other options of `Memory.from_defaults`.
+    it allows a history as long as the window, less 256 tokens, and reserves 500 tokens besides `max_tokens`; here, a
+    history may take half of what is not reserved. `options` are other options of `Memory.from_defaults`.
 
     Raises:
         ConfigError: nothing of the window is left.
