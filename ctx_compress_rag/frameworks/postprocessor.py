@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import Marked, Marking, OnMissing
+from ctx_compress_rag.marking.mark import Marking, OnMissing
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.strict import explain
 
@@ -61,21 +60,13 @@ class MarkingPostprocessor(BaseModel):
             super().__init__(store=store, **fields)
         except ValidationError as error:
             raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
-        self._marking()
+        _ = self.marking  # refuses impossible values
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled: the store belongs to this process."""
         raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
 
-    def mark(
-        self,
-        texts: Sequence[str],
-        ids: Sequence[str | None],
-        scores: Sequence[object],
-        question: str | None,
-    ) -> list[Marked]:
-        """Mark the retrieved texts of a question with these options: see `ctx_compress_rag.marking.mark.mark`."""
-        return self._marking().mark(texts, ids, scores, question)
-
-    def _marking(self) -> Marking:
+    @property
+    def marking(self) -> Marking:
+        """What marks the texts that were retrieved for a question, with these options."""
         return Marking(self.store, self.ratio, self.token_budget, self.text_share, self.on_missing, self.scope)

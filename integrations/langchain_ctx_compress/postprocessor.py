@@ -46,7 +46,7 @@ class CompressedContextPostprocessor(
         documents = [original(document) for document in checked(documents)]
         texts = [document.page_content for document in documents]
         scores = [document.metadata.get(self.score_key) for document in documents]
-        marked = self.mark(texts, [document.id for document in documents], scores, query)
+        marked = self.marking.mark(texts, [document.id for document in documents], scores, query)
         each = zip(documents, marked, strict=True)
         return [_shown(document, text, shown) for document, (text, shown) in each if shown or not text]
 

@@ -39,7 +39,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         done = restored(nodes)
         texts = {place: own_text(scored.node) for place, scored in enumerate(done) if is_text(scored.node)}
         left_out: set[int] = set()
-        marked = self.mark(
+        marked = self.marking.mark(
             list(texts.values()),
             [done[place].node.node_id for place in texts],
             [done[place].score for place in texts],
