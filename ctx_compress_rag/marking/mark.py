@@ -279,7 +279,11 @@ class Marking:
         budget = Budget(retrieved, size, count, nestable=bundle.compressor.nestable)
         if budget.fits(budget.texts()):
             return budget.texts()
-        return budget.soft() if near is None or share is None else budget.mixed(self._best(passages, scores), share)
+        if near is None or share is None:
+            return budget.soft()
+        places = [place for place, passage in enumerate(passages) if passage.text.strip()]
+        best = max(places, key=lambda place: scores[place]) if scores else places[0]
+        return budget.mixed(best, share)
 
     def _share_for(self, question: str | None, passages: int) -> float | None:
         """The share of the budget for sentences; None for soft contexts alone."""
@@ -294,11 +298,6 @@ class Marking:
         if share is None and passages > 1 and isinstance(bundle, Bundle):
             share = bundle.config.text_share
         return share or None
-
-    def _best(self, passages: Sequence[_Passage], scores: Sequence[float] | None) -> int:
-        """The place of the most relevant passage; without scores, of the first."""
-        places = [place for place, passage in enumerate(passages) if passage.text.strip()]
-        return max(places, key=lambda place: scores[place]) if scores else places[0]
 
     def _nearest(self, texts: Sequence[str], question: str, stored: Sequence[str]) -> list[list[Sentence]] | None:
         """The passages' sentences; None without a sentence encoder, unless the options ask for sentences."""

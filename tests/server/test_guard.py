@@ -174,9 +174,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     ("text", "message"),
     [
         ("", "holds no API key"),
-        ("# none", "holds no API key"),
         (ONE, "line 1: write a key and its scope"),
-        (f"{ONE} anna b", "line 1: write a key and its scope"),
         (f"{ONE} anna\n{ONE} bert", "line 2: repeats the key of scope 'anna'"),
         ("short anna", "scope 'anna' needs 16 or more"),
         (f"{'é' * 16} anna", "scope 'anna' needs 16 or more ASCII"),

@@ -60,7 +60,6 @@ def check_it_serves(url: str) -> None:
         (["--max-body", "0"], "body_bytes=0"),
         (["--collection", "docs"], "give --bundle"),
         (["--collection", "docs", "--retrieve", "2"], "--retrieve and --collection"),
-        (["--port", "99999"], "--port"),
         (["--engine", "http://localhost:1", "--batch-size", "4"], "batch_size"),
         (["--host", "192.0.2.1", "--api-keys", "keys"], "192.0.2.1:8000"),
         (["--allowed-host", "box.lan", "--api-keys", "keys"], "--allowed-host box.lan"),

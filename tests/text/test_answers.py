@@ -67,8 +67,6 @@ def test_known_scores() -> None:
     assert exact_match("Denver Broncos won", answers) == 0.0
     assert token_f1("Denver Broncos won", answers) == pytest.approx(0.8)
     assert token_f1("Carolina Panthers", answers) == 0.0
-    assert contains_answer("It was the Denver Broncos, in 2016", answers) == 1.0
-    assert contains_answer("Denver's Panthers", answers) == 0.0
     assert token_f1("red red", ["red"]) == pytest.approx(2 / 3)  # a word counts as often as it stands
 
 

@@ -150,13 +150,3 @@ def test_messages_are_trimmed_by_their_slots(app: App) -> None:
     assert kept == history[-3:]
     slots = [llm.invoke([message]).response_metadata["slots"] for message in kept if message.type == "human"]
     assert slots == [app.slots("tower", 4)] * 2
-    # Of a message that is too long, whole lines stay, and with them whole markers.
-    one = HumanMessage("\n".join(f"{n}: {marker}" for n in range(5)))
-    for strategy in ("first", "last"):
-        for most in range(0, llm.get_num_tokens_from_messages([one]) + 10, 7):
-            cut = trim_messages([one], max_tokens=most, token_counter=llm, strategy=strategy, allow_partial=True)
-            assert llm.get_num_tokens_from_messages(cut) <= most
-            text = "".join(message.text for message in cut)
-            assert (
-                text.count("[[ctx:") == text.count("]]") == sum(not isinstance(p, str) for p in app.store.split(text))
-            )

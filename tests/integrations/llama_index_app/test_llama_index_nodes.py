@@ -80,12 +80,6 @@ def test_documents_and_templates(app: App) -> None:
     assert (replaced.node.text, document.text) == (app.store.marker("n0", RATIO), PASSAGES[0])
 
 
-def test_metadata_that_python_cannot_print_are_shown(app: App) -> None:
-    node = TextNode(text=PASSAGES[0], id_="n0", metadata={"number": 10**5000})
-    [marked] = app.postprocessor().postprocess_nodes([NodeWithScore(node=node)])
-    assert marked.node.get_content(MetadataMode.LLM).endswith(app.store.marker("n0", RATIO))
-
-
 def test_a_text_changed_afterwards_is_sent_as_text(app: App, nodes: list[NodeWithScore]) -> None:
     new = app.postprocessor().postprocess_nodes(nodes)
     for node in MetadataReplacementPostProcessor(target_metadata_key="page").postprocess_nodes(new):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
 
-from ctx_compress_rag.errors import short_repr
 from ctx_compress_rag.store.marker import escaped_markers
 
 if TYPE_CHECKING:
@@ -62,15 +61,9 @@ class CompressedTextNode(TextNode):
             return None
         fields = {name: getattr(self, name) for name in TextNode.model_fields}
         # Metadata come from the document's author: the LLM must not fail on a marker in them.
-        metadata = {escaped_markers(name): escaped_markers(_as_text(value)) for name, value in self.metadata.items()}
+        shown = [each for each in self.metadata.items() if each[0] not in self.excluded_llm_metadata_keys]
+        metadata = {escaped_markers(name): escaped_markers(str(value)) for name, value in shown}
         return TextNode(**{**fields, "text": self.marker, "metadata": metadata})
-
-
-def _as_text(value: object) -> str:
-    try:
-        return str(value)
-    except (ValueError, RecursionError):  # an int of thousands of digits, or nested too deeply
-        return short_repr(value)
 
 
 def own_text(node: BaseNode) -> str:
