@@ -30,13 +30,7 @@ def _run(code: str, args: Sequence[str], env: Mapping[str, str], out: Any, err: 
 
 
 class Forked:
-    """A running program, as `subprocess.Popen` has it; killed at the end of the context.
-
-    Args:
-        code: of the program, which can import helpers.
-        args: what follows in `sys.argv`.
-        env: beside the environment of now.
-    """
+    """A running program, as `subprocess.Popen` has it, which can import helpers; killed at the end of the context."""
 
     def __init__(self, code: str, *args: object, env: Mapping[str, str] | None = None) -> None:
         pipe, end = FORKS.Pipe(duplex=False)

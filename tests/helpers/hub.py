@@ -17,20 +17,12 @@ COMMIT = "c0ffee" + "0" * 34
 
 @dataclass
 class Hub:
-    """Folders as repositories, all at `COMMIT`.
+    """Folders as repositories, all at `COMMIT`."""
 
-    Attributes:
-        folders: the repositories by id.
-        gated: ids of those that need an account.
-        cut: how many bytes of a file are sent before the connection breaks, by file name; once each.
-        sent: bytes that were sent of each file, by "id/name".
-        address: where it listens.
-    """
-
-    folders: dict[str, Path]
-    gated: set[str] = field(default_factory=set)
-    cut: dict[str, int] = field(default_factory=dict)
-    sent: dict[str, int] = field(default_factory=dict)
+    folders: dict[str, Path]  # by id
+    gated: set[str] = field(default_factory=set)  # ids of those that need an account
+    cut: dict[str, int] = field(default_factory=dict)  # bytes of a file, by name, before the connection breaks once
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of each file, by "id/name"
     address: str = ""
 
 

@@ -26,12 +26,7 @@ _WAIT = 600
 
 @dataclass
 class Server:
-    """The server, and the bundle it serves.
-
-    Attributes:
-        bundle: the demo bundle in this process.
-        url: the server's address.
-    """
+    """The server's address, and the bundle it serves, in this process."""
 
     bundle: Bundle
     url: str
