@@ -1,6 +1,5 @@
 """The evaluation harness, against answers made and scored one by one."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,24 +90,19 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> N
     assert systems_of(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]
 
 
-def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any) -> None:
-    class Counted:
-        """A decoder, and the prompts that it was given."""
+def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    generate = Decoder.generate
 
-        def __init__(self, decoder: Decoder) -> None:
-            self.preparer, self.bundle, self.asked = decoder.preparer, decoder.bundle, list[str]()
-            self._decoder = decoder
+    def noted(decoder: Decoder, chats: Any, sampling: Sampling) -> Any:
+        asked.extend(map(str, chats))
+        return generate(decoder, chats, sampling)
 
-        def generate(self, chats: Any, sampling: Sampling) -> Any:
-            self.asked += map(str, chats)
-            return self._decoder.generate(chats, sampling)
-
+    monkeypatch.setattr(Decoder, "generate", noted)
     for _, prompts in each_store(tiny_bundle, QUESTIONS, (8,)):
-        counted = Counted(prompts.decoder)
         keys = [(SOFT, 8), (BEST, 8), (DEFAULT, 8)]
-        shared = replace(prompts, decoder=counted)  # type: ignore[arg-type]
-        together = answer_each(shared, QUESTIONS, keys, Sampling(max_tokens=4), None, False)
-        assert len(counted.asked) == len(set(counted.asked)) < 3 * len(QUESTIONS)
+        together = answer_each(prompts, QUESTIONS, keys, Sampling(max_tokens=4), None, False)
+        assert len(asked) == len(set(asked)) < 3 * len(QUESTIONS)
         for key in keys:
             assert together[key] == answer_each(prompts, QUESTIONS, [key], Sampling(max_tokens=4), None, False)[key]
 
