@@ -72,7 +72,7 @@ def explain_fault(fault: Mapping[str, Any]) -> str:
         case "missing":
             return f"{where} is missing: give it"
         case "extra_forbidden":
-            return f"{where}={short_repr(fault['input'])} is unknown: leave it out, or correct its name"
+            return f"{where}={short_repr(fault['input'])} is unknown here: leave it out, or correct its name"
         case "union_tag_invalid":
             known = fault["ctx"]
             named = ".".join(filter(None, (where, known["discriminator"].strip("'"))))

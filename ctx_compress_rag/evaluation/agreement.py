@@ -30,6 +30,9 @@ from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 
+FEWEST = 30
+"""Questions to choose a ratio by."""
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -122,7 +125,12 @@ def table(agreements: Sequence[Agreement]) -> str:
 
 
 def advice(agreements: Sequence[Agreement]) -> str:
-    """One sentence: the coarsest ratio whose answers agree with full text's as well as the finest's."""
+    """One sentence: the coarsest ratio whose answers agree with full text's as well as the finest's.
+
+    With fewer than `FEWEST` questions, that they are too few: within their error, nearly any ratio agrees as well.
+    """
+    if (count := len({each.question for each in agreements})) < FEWEST:
+        return f"{count} questions are too few to choose a ratio by: ask {FEWEST} or more."
     f1 = {key: np.array([a.f1 for a in group]) for key, group in _by_context(agreements).items()}
     own = {ratio: scores for (system, ratio), scores in f1.items() if system != EXTRACTED and ratio is not None}
     finest = own[min(own)]
