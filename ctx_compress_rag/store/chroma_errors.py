@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from ctx_compress_rag.errors import CtxCompressError, StoreError, StoreWriteErro
 
 _ROOM = 32 << 20
 """Bytes that must be free before a write: twice what Chroma was measured to need for the largest of this library."""
+_PROBE_BYTES = 1 << 20
 
 
 @contextmanager
@@ -61,6 +63,9 @@ def disk_fault(folder: Path) -> str | None:
             return fault
         if closed := [path.name for path in folder.iterdir() if not os.access(path, os.W_OK)]:
             return f"this user may not write to {closed[0]} in it"
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
     except OSError as error:
         return error.strerror or str(error)
     return None

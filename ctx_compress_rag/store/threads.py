@@ -62,7 +62,7 @@ class _Call:
 
 
 def shielded(function: Callable[P, T]) -> Callable[P, T]:
-    """Run each call in a thread of its own; a call from within such a thread runs right there.
+    """Run each call in a thread of its own, or, within such a thread or if none can be started, right there.
 
     If the caller is interrupted, the call goes on, and can ask whether it is `abandoned`.
     """
@@ -73,7 +73,10 @@ def shielded(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         call = _Call(partial(function, *args, **kwargs))
         try:
-            _thread.start_new_thread(call.run, ())
+            try:
+                _thread.start_new_thread(call.run, ())
+            except RuntimeError:
+                call.run()
             return cast("T", call.result())
         except BaseException:
             call.abandoned = True

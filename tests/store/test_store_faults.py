@@ -115,6 +115,19 @@ SoftContextStore(sys.argv[1], Slow()).add([passage(n, 700) for n in range(120)],
         assert 0 < len(store) < 120
 
 
+def test_without_a_thread_to_start_all_goes_on_in_the_callers(tmp_path: Path, bundle: WordBundle) -> None:
+    before = threading.stack_size(1 << 46)  # for which no machine has the memory
+    try:
+        with pytest.raises(RuntimeError):
+            threading.Thread(target=print).start()
+        with SoftContextStore(tmp_path, bundle) as store:
+            assert add(store, 2).added == 2 and store.get(["p0"])[0] is not None
+        with pytest.raises(StoreError, match="closed"):
+            store.get(["p0"])
+    finally:
+        threading.stack_size(before)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_child_of_busy_threads_is_told_at_once_that_it_cannot_open_a_store(tmp_path: Path) -> None:
     code = f"""{WRITE}
