@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
@@ -134,10 +133,11 @@ def advice(agreements: Sequence[Agreement]) -> str:
     f1 = {key: np.array([a.f1 for a in group]) for key, group in _by_context(agreements).items()}
     own = {ratio: scores for (system, ratio), scores in f1.items() if system != EXTRACTED and ratio is not None}
     finest = own[min(own)]
-    ratio = max(ratio for ratio, scores in own.items() if scores.mean() >= finest.mean() - _error(finest))
+    least = finest.mean() - standard_error(finest.tolist())
+    ratio = max(ratio for ratio, scores in own.items() if scores.mean() >= least)
     sentences = f1[EXTRACTED, ratio]
     gain = sentences - own[ratio]
-    alone = " with text_share=1 (sentences alone)" if gain.mean() > 2 * _error(gain) else ""
+    alone = " with text_share=1 (sentences alone)" if gain.mean() > 2 * standard_error(gain.tolist()) else ""
     return (
         f"If full text's answers are right, which only you can say, use ratio {ratio}{alone}: it agrees with them as "
         f"well as ratio {min(own)}, within the error (F1 {own[ratio].mean():.2f}; the best sentences at equal tokens: "
@@ -164,7 +164,3 @@ def _by_context(agreements: Sequence[Agreement]) -> dict[Key, list[Agreement]]:
     for each in agreements:
         groups.setdefault((each.system, each.ratio), []).append(each)
     return groups
-
-
-def _error(scores: NDArray[np.float64]) -> float:
-    return standard_error(scores.tolist()) if len(scores) > 1 else 0.0

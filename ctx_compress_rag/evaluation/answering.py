@@ -232,11 +232,11 @@ def answer_each(
             bar.update(len(given))
             for start in range(len(given), len(questions), _AT_ONCE):
                 asked = questions[start : start + _AT_ONCE]
-                chats = [prompts.make(key, q) for q in asked]
-                anew = {str(chat): chat for chat in chats if str(chat) not in made}
+                chats = [(str(chat), chat) for chat in (prompts.make(key, q) for q in asked)]
+                anew = {prompt: chat for prompt, chat in chats if prompt not in made}
                 for prompt, g in zip(anew, prompts.decoder.generate([*anew.values()], sampling), strict=True):
                     made[prompt] = (g.text.strip(), g.prompt_tokens)
-                new = [made[str(chat)] for chat in chats]
+                new = [made[prompt] for prompt, _ in chats]
                 if log is not None:
                     log.add(*key, [(q.question, q.answers) for q in asked], new)
                 given += new

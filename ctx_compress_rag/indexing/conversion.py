@@ -70,18 +70,18 @@ def _unread_parts(path: Path, text: str) -> list[str]:
 def main() -> None:
     import markitdown.converters  # noqa: F401  # what it takes does not count
 
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="ascii")  # each line goes out at once
     os.dup2(2, 1)  # what parsers print must not mix with answers
     if sys.platform != "win32":
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
-    print(json.dumps("ready"), file=answers, flush=True)
+    answers.write(f"{json.dumps('ready')}\n")
     for line in sys.stdin:
         path, seconds = json.loads(line)
         if sys.platform != "win32":
             signal.alarm(seconds + 5)  # should the parent be gone
-        print(json.dumps(read(Path(path))), file=answers, flush=True)
+        answers.write(f"{json.dumps(read(Path(path)))}\n")
 
 
 if __name__ == "__main__":

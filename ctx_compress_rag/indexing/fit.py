@@ -8,6 +8,7 @@ import regex
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.store import Passage
+from ctx_compress_rag.text.tokenizing import text_ids
 
 logger = logging.getLogger(__name__)
 
@@ -55,4 +56,4 @@ class Fit:
             )
 
     def _tokens(self, text: str) -> int:
-        return len(self._bundle.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return len(text_ids(self._bundle.tokenizer, text))
