@@ -83,7 +83,8 @@ def test_a_reader_waits_for_the_write_in_progress_and_a_writer_for_no_new_reader
             with pytest.raises(StoreLockedError):  # once the writer waits, its turn comes first
                 while not written.done():
                     with locked(tmp_path / TURN_FILE, 0):
-                        time.sleep(0.001)
+                        pass
+                    time.sleep(0.005)  # longer than the writer's pause between two tries
 
 
 def test_a_backup_waits_for_the_lock(tmp_path: Path, bundle: WordBundle) -> None:
