@@ -30,7 +30,7 @@ class EngineOptions(BaseModel):
     batch_size: int = Field(default=8, ge=1, frozen=True)
     merge: bool = Field(default=False, frozen=True)
     weights: str = Field(default="BF16", frozen=True)
-    context_size: int = Field(default=4096, ge=1, frozen=True)
+    context_size: int = Field(default=8192, ge=1, frozen=True)
     api_key: SecretStr | None = Field(default=None, exclude=True, frozen=True)
     timeout: float = Field(default=120.0, gt=0, frozen=True)
     max_retries: int = Field(default=2, ge=0, frozen=True)
