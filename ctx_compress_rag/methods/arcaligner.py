@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, cast
 
@@ -211,7 +210,7 @@ class ArcAlignerReader(Reader):
         model = twin(backbone.model)
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
-        trunk.forward = partial(self._forward, trunk, trunk.forward)
+        trunk.forward = partial(self._forward, trunk.forward)
         self._twin = UnregisteredModule(model)
         self._layers = UnregisteredModule(list(layers))
         gated = range(len(layers)) if config.gated_layers == "all" else config.gated_layers
@@ -246,18 +245,15 @@ class ArcAlignerReader(Reader):
             finally:
                 self._slot_mask = outer
 
-    def _forward(self, trunk: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands for the `forward` of the twin's trunk: runs it, with algorithm 1 if the prompt has slots."""
-        inputs = (
-            dict(zip(_arguments(type(trunk).forward), args, strict=False)) | kwargs
-        )  # architectures differ in their order
-        cache = inputs.get("cache", inputs.get("past_key_values"))  # the first since transformers 5.24
-        if self._slot_mask is None or (cache is not None and cache.get_seq_length()):
-            return forward(**inputs)
-        given = inputs.get("inputs_embeds")
-        slots = self._places(given if given is not None else inputs["input_ids"])
+        cached = any(isinstance(value, Cache) and value.get_seq_length() for value in (*args, *kwargs.values()))
+        inputs = kwargs.get("inputs_embeds")
+        if inputs is None:
+            inputs = args[0] if args else kwargs["input_ids"]  # every trunk's first argument
+        slots = None if cached else self._places(inputs)
         if slots is None:
-            return forward(**inputs)
+            return forward(*args, **kwargs)
         self.last_loops = {}
         with ExitStack() as hooks:
             hooks.enter_context(torch.autocast(slots.mask.device.type, enabled=False))
@@ -268,7 +264,7 @@ class ArcAlignerReader(Reader):
                 # First, so that what other hooks record (`output_hidden_states`) is the refined state.
                 handle = self._layers.value[int(number)].register_forward_hook(hook, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
-            return forward(**inputs)
+            return forward(*args, **kwargs)
 
     def _places(self, inputs: Tensor) -> SlotPlaces | None:
         """The places of the slots in a prompt (batch, length, ...); None if it has no slots."""
@@ -328,12 +324,6 @@ class ArcAlignerReader(Reader):
             state = state.masked_scatter(at.unsqueeze(-1), updated.to(state.dtype))  # eq. 9
         self.last_loops[number] = loops
         return (state, *made[1:]) if isinstance(made, tuple) else state
-
-
-@cache
-def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a method's arguments. Give a class's `forward`: hooks may replace the object's."""
-    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _states(made: Any) -> Tensor:

@@ -47,9 +47,6 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         token = torch.randn(backbone.dim) * backbone.embedding_rms()
         self.token = nn.Parameter(token.to(backbone.device), requires_grad=False)
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        return [self.token.requires_grad_(True), *super().trained_parameters()]  # type: ignore[list-item]
-
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode text and the compression tokens of every ratio in one pass (section 5.1: shared computation)."""
         counts = {ratio: token_counts(attention_mask, ratio) for ratio in ratios}

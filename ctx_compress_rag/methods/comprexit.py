@@ -163,7 +163,6 @@ class DepthGates(nn.Module):
         return (torch.stack(scores, dim=-1) / self.temperature).softmax(-1)
 
     def forward(self, states: Sequence[Tensor]) -> Tensor:
-        """Mix the states by their gates: (batch, length, dim)."""
         return _mix(states, self.gates(states).unsqueeze(-2))
 
 

@@ -62,9 +62,6 @@ class MeanPoolingConfig(MethodConfig):
         return self
 
 
-_ENCODER = "encoder."
-
-
 class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
     """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
 
@@ -119,12 +116,6 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         summed: Tensor = embeddings + self.backbone.embedding_rms() * hidden
         return summed
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        own = [p for name, p in self.named_parameters() if not name.startswith(_ENCODER)]
-        for parameter in own:
-            parameter.requires_grad_(True)
-        return super().trained_parameters() + own
-
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once, pool at every ratio (section 4.2: ratios share the encoder's work)."""
         ids, mask, first = self.behind_bos(input_ids, attention_mask)
@@ -132,8 +123,8 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """The encoder's own weights, if it has any, under transformers' names, the map and the positions."""
-        return {name.removeprefix(_ENCODER): p for name, p in super().saved_parameters().items()}
+        """An encoder's weights have transformers' names."""
+        return {name.removeprefix("encoder."): p for name, p in super().saved_parameters().items()}
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized, TrunkCompressor, batches, joined
+from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized, TrunkCompressor, in_batches, joined
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.reader import Reader
@@ -70,9 +70,6 @@ class MemoryTokensCompressor(TrunkCompressor):
         self.memory = nn.Parameter(torch.zeros(config.slots, backbone.dim, device=backbone.device), requires_grad=False)
         self.begin = nn.Parameter(torch.zeros(config.begin, backbone.dim, device=backbone.device), requires_grad=False)
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        return [self.memory.requires_grad_(True), *super().trained_parameters()]  # type: ignore[list-item]
-
     def check_ratio(self, ratio: int, stored: int) -> None:
         self.config.check_ratios(stored, [ratio])
 
@@ -89,12 +86,14 @@ class MemoryTokensCompressor(TrunkCompressor):
     @torch.inference_mode()
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
         windows = self._windows(passages)
-        pieces: dict[int, SoftContext] = {}
-        for batch in batches([len(each.ids) + self.config.slots for each in windows], batch_tokens):
+
+        def rows(batch: list[int]) -> list[SoftContext]:
             slots = self._hidden_states([windows[i].ids for i in batch]).float().cpu()
-            for i, rows in zip(batch, slots, strict=True):
-                pieces[i] = SoftContext(rows, _spread(windows[i].tokens, self.config.slots))
-        return joined([each.passage for each in windows], [pieces[i] for i in range(len(windows))])
+            counts = [_spread(windows[i].tokens, self.config.slots) for i in batch]
+            return list(map(SoftContext, slots, counts))
+
+        lengths = [len(each.ids) + self.config.slots for each in windows]
+        return in_batches([each.passage for each in windows], lengths, batch_tokens, rows)
 
     @cached_property
     def _prompts(self) -> PromptTokenizer:

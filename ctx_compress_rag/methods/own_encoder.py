@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized, batches, joined, padded, windows
+from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized, in_batches, padded, windows
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
@@ -153,18 +153,19 @@ class OwnEncoderCompressor(Compressor):
         eos = [tokenizer.eos_token_id] if self.config.eos else []
         pieces = windows([text_ids(tokenizer, passage.text) for passage in passages], window)
         read = [[*bos, *ids, *eos] for _, ids in pieces]
-        done: dict[int, SoftContext] = {}
-        for batch in batches([len(ids) for ids in read], batch_tokens):
+
+        def rows(batch: list[int]) -> Iterator[SoftContext]:
             ids, mask = padded([read[i] for i in batch], self.backbone.device)
             hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float().cpu()
             for i, row in zip(batch, hidden, strict=True):
                 length = len(pieces[i][1])
                 if self.config.pooling == "last":
-                    done[i] = SoftContext(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
+                    yield SoftContext(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
                 else:
                     real = row[len(bos) : len(bos) + length]
-                    done[i] = SoftContext(*pool(real, torch.ones(length, dtype=torch.long), self.config.ratio))
-        return joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])
+                    yield SoftContext(*pool(real, torch.ones(length, dtype=torch.long), self.config.ratio))
+
+        return in_batches([index for index, _ in pieces], [len(ids) for ids in read], batch_tokens, rows)
 
 
 register(

@@ -87,7 +87,7 @@ def test_impossible_settings_are_refused() -> None:
         RamConfig(close_reading=False, skimming="none")
     shape = {"name": "x", "method": RamConfig(), "max_tokens": 1000}
     assert BundleConfig(**shape, base_ratio=50, ratios=[2, 3, 32]).ratios == [2, 3, 32]
-    with pytest.raises(ValueError, match="segment_tokens, 50"):
+    with pytest.raises(ValueError, match="segment of 50 tokens"):
         BundleConfig(**shape, base_ratio=4, ratios=[2])
     with pytest.raises(ValueError, match="ratio of 2 or more"):
         BundleConfig(**shape, base_ratio=50, ratios=[1, 2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -134,14 +134,12 @@ class TokenCompressor(Compressor):
     @torch.inference_mode()
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
         pieces = windows([passage.ids for passage in passages], window)
-        done: dict[int, SoftContext] = {}
-        device = self.backbone.device
-        for batch in batches([len(ids) for _, ids in pieces], batch_tokens):
-            ids, mask = padded([pieces[i][1] for i in batch], device)
-            compressed = self.encode(ids, mask, [ratio])[ratio]
-            rows = SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
-            done |= dict(zip(batch, rows, strict=True))
-        return joined([index for index, _ in pieces], [done[i] for i in range(len(pieces))])
+
+        def rows(batch: list[int]) -> list[SoftContext]:
+            compressed = self.encode(*padded([pieces[i][1] for i in batch], self.backbone.device), [ratio])[ratio]
+            return SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
+
+        return in_batches([index for index, _ in pieces], [len(ids) for _, ids in pieces], batch_tokens, rows)
 
 
 def windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, Sequence[int]]]:
@@ -162,8 +160,16 @@ def joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftC
     ]
 
 
-def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of pieces in batches of similar length, each with at most `batch_tokens` after padding."""
+def in_batches(
+    passages: Sequence[int],
+    lengths: Sequence[int],
+    batch_tokens: int,
+    encode: Callable[[list[int]], Iterable[SoftContext]],
+) -> list[SoftContext]:
+    """Encode pieces of passages in batches of similar length, each with at most `batch_tokens` after padding, and join.
+
+    `passages` has the passage index of each piece; `encode` gets the numbers of a batch's pieces.
+    """
     made: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         # Sorted by length, so the newest piece is the batch's longest.
@@ -171,7 +177,8 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
             made[-1].append(i)
         else:
             made.append([i])
-    return made
+    done = {i: soft for batch in made for i, soft in zip(batch, encode(batch), strict=True)}
+    return joined(passages, [done[i] for i in range(len(lengths))])
 
 
 class TrunkCompressor(Compressor):
@@ -211,9 +218,13 @@ class TrunkCompressor(Compressor):
         return _lora_of_layers(self.tune, _layers(model.base_model, model.config)[: self._kept])
 
     def trained_parameters(self) -> list[nn.Parameter]:
+        """The encoder's, and all that a method has beside it."""
         if self.encoder is not None:
-            return train_copy(self.encoder)
-        return self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
+            encoder = train_copy(self.encoder)
+        else:
+            encoder = self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
+        own = [p.requires_grad_(True) for name, p in self.named_parameters() if not name.startswith("encoder.")]
+        return [*encoder, *own]  # type: ignore[list-item]
 
     @contextmanager
     def trunk(self) -> Iterator[Any]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, padded
 from ctx_compress_rag.methods.base.rendering import PassageStore, TransientPart
-from ctx_compress_rag.methods.ram.config import RamConfig, check_reduction
+from ctx_compress_rag.methods.ram.config import RamConfig
 from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.tokenizing import check_characters, text_ids
@@ -45,17 +45,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         )
 
     def check_ratio(self, ratio: int, stored: int) -> None:
-        """The ratio is the paper's alpha, how many times shorter all passages together become.
-
-        Raises:
-            RatioError: it is below 2, or passages are to be stored at another ratio than `segment_tokens`.
-        """
-        if stored != self.config.segment_tokens:
-            raise RatioError(
-                f"ratio {stored}: ram stores one vector for each segment of {self.config.segment_tokens} tokens: leave "
-                "out the store's ratio, and give one with each question; train with stage: ram"
-            )
-        check_reduction(ratio)
+        self.config.check_ratios(stored, [ratio])
 
     def render(
         self,

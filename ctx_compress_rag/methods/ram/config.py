@@ -33,17 +33,15 @@ class RamConfig(MethodConfig):
         return self
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """Each segment is stored as one vector; ratios say how many times shorter a prompt's context becomes."""
+        """Each segment is stored as one vector; ratios say how many times shorter a prompt's context becomes.
+
+        Raises:
+            RatioError: one of these is below 2, or `base_ratio` is not `segment_tokens`.
+        """
         if base_ratio != self.segment_tokens:
-            raise ValueError(f"base_ratio {base_ratio} must be ram's segment_tokens, {self.segment_tokens}")
-        check_reduction(min(ratios))
-
-
-def check_reduction(ratio: int) -> None:
-    """Refuse a ratio that close reading cannot reach.
-
-    Raises:
-        RatioError: it is below 2.
-    """
-    if ratio < 2:
-        raise RatioError(f"ratio={ratio}: a ram bundle needs a ratio of 2 or more")
+            raise RatioError(
+                f"ratio {base_ratio}: ram stores one vector for each segment of {self.segment_tokens} tokens: leave "
+                "out the store's ratio, and give one with each question; train with stage: ram and this base_ratio"
+            )
+        if (least := min(ratios)) < 2:
+            raise RatioError(f"ratio={least}: a ram bundle needs a ratio of 2 or more")
