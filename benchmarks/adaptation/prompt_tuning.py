@@ -67,9 +67,9 @@ class PromptTuningLoss(AnswersMean):
         # Through the layer, since Gemma's scales the embeddings.
         self.prefix = nn.Parameter(embeddings(ids.to(device)).detach().float().clone())
 
-    def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
-        """The loss of these rows; `num_items_in_batch`: answer tokens of the whole batch; None: of these rows."""
-        return self.share([behind(row, self.prefix) for row in rows], num_items_in_batch, None)
+    def loss(self, items: Tensor, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
+        """The loss of these rows, as part of the mean over `items`, the whole batch's answer tokens."""
+        return self.share(items, [behind(row, self.prefix) for row in rows], None)
 
 
 def start(recipe: PromptTuningRecipe) -> Job:

@@ -19,7 +19,7 @@ Contexts = list[list[Prompt]]
 """The demonstrations of each support context."""
 
 
-class AnswersMean(nn.Module, BatchMean):
+class AnswersMean(BatchMean, nn.Module):
     """Mean cross-entropy of the whole batch's answer tokens."""
 
     def __init__(self, decoder: PlainDecoder) -> None:
@@ -29,15 +29,10 @@ class AnswersMean(nn.Module, BatchMean):
     def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
         return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
 
-    def share(
-        self, rows: list[Prompt], num_items_in_batch: Tensor | None, adapter: Adapter | None
-    ) -> dict[str, Tensor]:
-        """These rows' part of the mean over the batch's answer tokens; None: over their own."""
+    def share(self, items: Tensor, rows: list[Prompt], adapter: Adapter | None) -> Tensor:
+        """These rows' part of the mean over `items`, the batch's answer tokens."""
         loss = answer_losses(self.decoder, [rows], adapter)[0]
-        if num_items_in_batch is None:
-            return {"loss": loss}
-        [own], [tokens] = self.items(rows), num_items_in_batch
-        return {"loss": loss * own.to(loss.device) / tokens}
+        return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
 
 
 class RetrievalAdapterLoss(AnswersMean):
@@ -59,8 +54,8 @@ class RetrievalAdapterLoss(AnswersMean):
             dict(zip(self.names, self.a, strict=True)), dict(zip(self.names, self.b, strict=True)), self.scale
         )
 
-    def forward(self, rows: list[Prompt], num_items_in_batch: Tensor | None = None) -> dict[str, Tensor]:
-        return self.share(rows, num_items_in_batch, self.adapter())
+    def loss(self, items: Tensor, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
+        return self.share(items, rows, self.adapter())
 
 
 class MatchingLoss(nn.Module):

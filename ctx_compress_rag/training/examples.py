@@ -43,7 +43,6 @@ def load_texts(recipe: Recipe) -> list[Example]:
 
 
 def recited(passage: str) -> Example:
-    """A passage as its own answer."""
     return Example((passage,), (Turn("", (passage,)),))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ class PromptBatch:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens in the prompts, without slots."""
         return sum(len(ids) for prompt in self.prompts for ids in prompt.ids)
 
     def answer_lengths(self) -> list[int]:
@@ -40,21 +39,6 @@ class PromptBatch:
     def answer_tokens(self) -> Tensor:
         """Number of answer tokens in all prompts: float (1,)."""
         return torch.tensor([sum(self.answer_lengths())], dtype=torch.float32)
-
-
-@dataclass
-class PassageTable:
-    """The passages of a batch, each once, so that passages that examples share are encoded once."""
-
-    places: dict[str, int] = field(default_factory=dict)
-    passages: list[Tokenized] = field(default_factory=list)
-
-    def place(self, text: str, ids: Tensor) -> int:
-        """The passage's index in the batch; a new passage is added."""
-        if text not in self.places:
-            self.places[text] = len(self.passages)
-            self.passages.append(Tokenized(text, ids.tolist()))
-        return self.places[text]
 
 
 @dataclass

@@ -59,7 +59,7 @@ class Examples(Protocol):
 
 
 class BatchMean(ABC):
-    """A loss whose `forward` divides its sums by `num_items_in_batch`; None: by the number of its own batch's items.
+    """A loss that divides its sums by the number of items in the whole batch, which may come in micro-batches.
 
     With means over micro-batches, tokens of short answers would count more than those of long ones, especially in
     small micro-batches.
@@ -68,6 +68,15 @@ class BatchMean(ABC):
     @abstractmethod
     def items(self, **batch: Any) -> Tensor:
         """The number of items in a micro-batch, for each mean that the loss has: float (means,)."""
+
+    @abstractmethod
+    def loss(self, items: Tensor, **batch: Any) -> Tensor:
+        """A micro-batch's part of the loss; `items` are the whole batch's."""
+
+    def forward(self, num_items_in_batch: Tensor | None = None, **batch: Any) -> dict[str, Tensor]:
+        """The loss of a micro-batch, by default as if it were the whole batch."""
+        items = self.items(**batch) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": self.loss(items, **batch)}
 
 
 @dataclass(frozen=True)
@@ -182,7 +191,6 @@ class _Training:
         return {"tokens": self.tokens * self.count, "seconds": round(time.monotonic() - self.began, 2)}
 
     def run(self, deadline: float | None) -> None:
-        """Make the steps that are left, until the deadline."""
         optim, late = self.optim, False
         hidden = not self.accelerator.is_main_process
         with tqdm(total=optim.steps, initial=self.step, disable=hidden, unit="step") as bar:
@@ -246,7 +254,6 @@ class _Training:
 
 
 def _micro_batch_size(job: Job, optim: OptimConfig, count: int) -> int:
-    """How many examples one of `count` processes takes at once."""
     wanted = job.micro_batch_size or optim.micro_batch_size or optim.batch_size
     micro = min(wanted, optim.batch_size // count)
     if micro == 0 or optim.batch_size % (micro * count):

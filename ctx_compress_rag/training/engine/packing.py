@@ -50,7 +50,6 @@ class PackedRows(_Movable):
 
     @property
     def token_count(self) -> int:
-        """Number of positions that are not padding."""
         return int((self.segments != PADDING).sum())
 
 
@@ -74,7 +73,6 @@ class PackedSlots(_Movable):
 
     @property
     def token_count(self) -> int:
-        """Number of tokens and slots in passages and prompts together."""
         return self.passages.token_count + self.prompts.token_count
 
 

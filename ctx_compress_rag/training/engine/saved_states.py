@@ -98,7 +98,6 @@ def _all(output: Path) -> list[Path]:
 
 
 def complete_checkpoints(output: Path) -> list[Path]:
-    """The checkpoints that were written to their end, in the order of their steps."""
     return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
 
 

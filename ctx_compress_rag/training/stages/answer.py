@@ -24,7 +24,7 @@ from ctx_compress_rag.text.templates import PARAPHRASES, PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.examples import recited
-from ctx_compress_rag.training.objective import ExampleCollator, PassageTable, PromptBatch, SlotObjective
+from ctx_compress_rag.training.objective import ExampleCollator, PromptBatch, SlotObjective
 from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
 from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
@@ -46,7 +46,7 @@ class AnswerRecipe(CompressionRecipe):
         return LikelihoodLoss(bundle, weight), collate, examples
 
 
-class LikelihoodLoss(SlotObjective, BatchMean):
+class LikelihoodLoss(BatchMean, SlotObjective):
     """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
 
     The collator decides what the answers are: answers to questions, the passages' own text (reconstruction), or the
@@ -61,13 +61,9 @@ class LikelihoodLoss(SlotObjective, BatchMean):
     def items(self, prompts: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
         return prompts.answer_tokens()
 
-    def forward(  # type: ignore[override]
-        self,
-        passages: Sequence[Tokenized],
-        prompts: PromptBatch,
-        text_prompts: Sequence[Prompt] = (),
-        num_items_in_batch: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    def loss(  # type: ignore[override]
+        self, items: Tensor, passages: Sequence[Tokenized], prompts: PromptBatch, text_prompts: Sequence[Prompt] = ()
+    ) -> Tensor:
         targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn = self.drawn(prompts.prompts)
@@ -76,8 +72,7 @@ class LikelihoodLoss(SlotObjective, BatchMean):
             loss = loss + F.cross_entropy(logits, answers, reduction="sum")
             if targets:
                 loss = loss + self.self_distillation * self.divergence(logits, targets, drawn[ratio])
-        [tokens] = self.items(prompts) if num_items_in_batch is None else num_items_in_batch
-        return {"loss": loss / tokens}
+        return loss / items.squeeze(0)
 
 
 @dataclass
@@ -87,7 +82,7 @@ class AnswerCollator(ExampleCollator):
     with_text: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        table = PassageTable()
+        passages: dict[str, Tokenized] = {}  # each once, also if examples share it
         prompts: list[PromptTemplate] = []
         text_prompts: list[Prompt] = []
         places: list[list[int]] = []
@@ -98,9 +93,11 @@ class AnswerCollator(ExampleCollator):
             prompts.append(self.builder.holed_prompt(asked, template))
             if self.with_text:
                 text_prompts.append(self.builder.text_prompt(asked, template, texts))
-            places.append([table.place(text, ids) for text, ids in short])
+            for text, ids in short:
+                passages.setdefault(text, Tokenized(text, ids.tolist()))
+            places.append([list(passages).index(text) for text in texts])
         return {
-            "passages": table.passages,
+            "passages": list(passages.values()),
             "prompts": PromptBatch(prompts, places),
             "text_prompts": text_prompts,
         }
@@ -140,15 +137,17 @@ class NextTokenCollator:
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         bos = bos_id(self.tokenizer)
         before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
-        table = PassageTable()
+        passages: dict[str, Tokenized] = {}
         prompts: list[PromptTemplate] = []
         places: list[list[int]] = []
         for example in examples:
             context, continuation = self._cut(PASSAGE_SEPARATOR.join(example.passages))
             masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
             prompts.append(PromptTemplate((before, continuation), masks))
-            places.append([table.place(self.tokenizer.decode(context), context)])
-        return {"passages": table.passages, "prompts": PromptBatch(prompts, places)}
+            text = self.tokenizer.decode(context)
+            passages.setdefault(text, Tokenized(text, context.tolist()))
+            places.append([list(passages).index(text)])
+        return {"passages": list(passages.values()), "prompts": PromptBatch(prompts, places)}
 
     def _cut(self, text: str) -> tuple[Tensor, Tensor]:
         ids = torch.tensor(text_ids(self.tokenizer, text), dtype=torch.long)

@@ -46,7 +46,7 @@ class DistillationRecipe(CompressionRecipe):
         return loss, collate, examples
 
 
-class DistillationLoss(SlotObjective, BatchMean):
+class DistillationLoss(BatchMean, SlotObjective):
     """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
 
     The bundle's decoder, reading plain text, is the teacher.
@@ -59,18 +59,16 @@ class DistillationLoss(SlotObjective, BatchMean):
     def items(self, text_prompts: list[Prompt], repeats: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
         return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
 
-    def forward(  # type: ignore[override]
+    def loss(  # type: ignore[override]
         self,
+        items: Tensor,
         passages: Sequence[Tokenized],
         text_prompts: list[Prompt],
         prompts: PromptBatch,
         repeats: PromptBatch,
-        num_items_in_batch: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> Tensor:
         """The loss of a batch; `repeats` are prompts whose answer is a passage's own text."""
-        if num_items_in_batch is None:
-            num_items_in_batch = self.items(text_prompts, repeats)
-        examples, repeated_tokens = num_items_in_batch
+        examples, repeated_tokens = items
         targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn, repeated_at = self.drawn(prompts.prompts), self.drawn(repeats.prompts)
@@ -82,7 +80,7 @@ class DistillationLoss(SlotObjective, BatchMean):
                 logits, answers = self.answer_logits(repeats.only(own), batch)
                 repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
                 loss = loss + self.reconstruction_weight * repeated
-        return {"loss": loss}
+        return loss
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class RamRow:
         return len(self.question)
 
 
-class RamLoss(SlotObjective, BatchMean):
+class RamLoss(BatchMean, SlotObjective):
     """L_nll + L_con (eq. 9), mean over the batch's questions.
 
     Each question draws one of the step's reductions (section 4.1). Prompts are built as `RamCompressor.render` and the
@@ -103,9 +103,7 @@ class RamLoss(SlotObjective, BatchMean):
     def items(self, rows: list[RamRow], **_: Any) -> Tensor:  # type: ignore[override]
         return torch.tensor([float(len(rows))])
 
-    def forward(  # type: ignore[override]
-        self, passages: list[Segments], rows: list[RamRow], num_items_in_batch: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def loss(self, items: Tensor, passages: list[Segments], rows: list[RamRow]) -> Tensor:  # type: ignore[override]
         ids, mask = padded([ids for passage in passages for ids in passage.ids], self.bundle.backbone.device)
         hidden = self.ram.read(ids, mask)
         means, counts = segment_means(hidden, mask), mask.sum(1)
@@ -130,8 +128,7 @@ class RamLoss(SlotObjective, BatchMean):
         loss = self._likelihood(prompts, softs)
         if self.contrastive:
             loss = loss + torch.stack(contrast).sum()
-        [count] = self.items(rows) if num_items_in_batch is None else num_items_in_batch
-        return {"loss": loss / count}
+        return loss / items.squeeze(0)
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
         """L_con of a question (eq. 8); 0 if no segment is positive."""

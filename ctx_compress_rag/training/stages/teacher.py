@@ -53,7 +53,7 @@ class TeacherRecipe(Recipe):
         return self
 
 
-class AnswerLoss(nn.Module, BatchMean):
+class AnswerLoss(BatchMean, nn.Module):
     """Next-token loss on the answers' tokens, mean over the batch."""
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -63,20 +63,15 @@ class AnswerLoss(nn.Module, BatchMean):
     def items(self, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         return answers[:, 1:].sum().float()
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, answers: Tensor, num_items_in_batch: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def loss(self, items: Tensor, input_ids: Tensor, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         """The loss of a right-padded batch; tensors are (batch, length).
 
         The decoder gets no mask: with padding on the right no real token attends to it, and plain
         causal attention is faster.
         """
-        if num_items_in_batch is None:
-            num_items_in_batch = self.items(answers)
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
         wanted = answers[:, 1:]
-        loss = F.cross_entropy(logits[:, :-1][wanted].float(), input_ids[:, 1:][wanted], reduction="sum")
-        return {"loss": loss / num_items_in_batch}
+        return F.cross_entropy(logits[:, :-1][wanted].float(), input_ids[:, 1:][wanted], reduction="sum") / items
 
 
 @dataclass
