@@ -96,7 +96,6 @@ class Backbone:
 
     @property
     def dim(self) -> int:
-        """Width of the decoder's embeddings."""
         return int(self.embeddings.weight.shape[1] if self.loaded else self.config.get_text_config().hidden_size)
 
     @property
@@ -185,7 +184,6 @@ class Backbone:
 
     @property
     def quantized(self) -> bool:
-        """Whether the decoder's weights are quantized by a `quantization_config`."""
         return getattr(self._model, "hf_quantizer", None) is not None
 
     def own_state(self) -> dict[str, Tensor]:

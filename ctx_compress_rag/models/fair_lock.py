@@ -21,12 +21,10 @@ class FairLock:
 
     @property
     def held(self) -> bool:
-        """Whether the calling thread has it."""
         return self._owner == threading.get_ident()
 
     @property
     def waiting(self) -> int:
-        """Threads that wait for it."""
         return len(self._waiting)
 
     def __enter__(self) -> None:

@@ -48,7 +48,6 @@ def folder_digest(folder: Path) -> str:
 
 
 def digest_in_memory(model: Any, tokenizer: Any) -> str:
-    """`files_digest` of a decoder in memory."""
     with TemporaryDirectory() as folder:
         write_decoder(model, tokenizer, Path(folder))
         return files_digest(Path(folder))
@@ -69,7 +68,6 @@ def weights_digest(model: Any, adapter: str) -> str:
 
 
 def write_decoder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write config and tokenizer, as transformers reads them."""
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

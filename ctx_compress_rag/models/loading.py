@@ -159,7 +159,6 @@ def _where(name: str | Path, revision: str | None, subfolder: str) -> tuple[str 
 
 
 def _open_folder(name: str | Path, where: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """The config, the tokenizer and the settings for generation of a transformers folder."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     config = AutoConfig.from_pretrained(name, **where)
@@ -178,7 +177,6 @@ def _settings(config: Any) -> Any:
 
 
 def _load_folder(name: str | Path, where: dict[str, Any], dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
-    """The causal LM of a transformers folder."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -210,7 +208,6 @@ def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
 
 
 def _from_int8(file: Path, dtype: torch.dtype) -> Any:
-    """Load the causal LM of a folder with 8-bit weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
