@@ -25,7 +25,7 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import answer_ids, chat_text
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from helpers import architectures
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, drawn, merged_copy, random_adapter
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
 from helpers.decoding import by_transformers
 from helpers.models import draw_lora
 
@@ -83,17 +83,6 @@ def test_other_attention_is_refused_by_name() -> None:
         projections(llama)
 
 
-def test_rows_of_a_batch_equal_one_at_a_time() -> None:
-    """Each row of a batch with its own row of an adapter."""
-    model = architectures.model("Qwen3")
-    adapter = drawn(projections(model), 4, torch.Generator().manual_seed(3), 0.3, 0.7, rows=2)
-    ids = torch.stack(architectures.random_ids("Qwen3", [9, 9, 9]))
-    together = _logits(model, ids, adapter.rows([1, 0, 1]))
-    for row, own in enumerate((1, 0, 1)):
-        alone = _logits(model, ids[row, None], adapter.row(own))[0]
-        torch.testing.assert_close(together[row], alone, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 @pytest.mark.parametrize(("scale", "rank"), [(0.3, 2), (0.1, 4), (1.5, 3), (1.5, 4), (None, 8)])
 def test_peft_loads_what_is_saved_to_the_same_outputs(
@@ -117,18 +106,6 @@ def test_peft_loads_what_is_saved_to_the_same_outputs(
     assert (config["r"], config["base_model_name_or_path"]) == (rank, "someone/decoder")
     if scale is None:
         assert torch.equal(ours, _logits(model, ids[None], adapter)) and config["lora_alpha"] == 8
-
-
-def test_an_adapter_that_peft_made_is_read(tmp_path: Path) -> None:
-    model = architectures.model("Llama")
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
-    theirs = get_peft_model(architectures.model("Llama"), config)
-    theirs.save_pretrained(tmp_path)
-    adapter = Adapter.from_pretrained(tmp_path, model)
-    assert (adapter.rank, adapter.scale) == (4, 3.0)
-    [ids] = architectures.random_ids("Llama", [13])
-    with torch.no_grad():
-        torch.testing.assert_close(_logits(model, ids[None], adapter), theirs(ids[None]).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

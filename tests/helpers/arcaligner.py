@@ -69,28 +69,38 @@ class PerPosition(nn.Module):
 
 
 class Looped(nn.Module):
-    """A decoder layer and its loops, without a cache, decided at every position and kept at slots."""
+    """A decoder layer and its loops, without a cache, decided at every position and kept at slots.
+
+    `decided` is what each loop's gates decided at the last input: (batch, length, 1), 0 or 1.
+    """
 
     def __init__(self, layer: nn.Module, gate: dict[str, Tensor], mask: Tensor, loops: int) -> None:
         super().__init__()
         self.layer, self.gate, self.mask, self.loops = layer, gate, mask, loops
 
     def forward(self, h: Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = self.layer(h, *args, **kwargs)
+        made = self.layer(h, *args, **kwargs)  # eq. 3, 4
         h = made[0] if isinstance(made, tuple) else made
         mask = F.pad(self.mask, (0, h.shape[1] - self.mask.shape[1])).unsqueeze(-1)
+        self.decided = []
         for _ in range(self.loops):
             inner = F.silu(F.linear(h, self.gate["0.weight"], self.gate["0.bias"]))
-            g = F.linear(inner, self.gate["2.weight"], self.gate["2.bias"]).sigmoid()
-            again = self.layer(h, *args, **kwargs)
-            h = torch.where(mask & (g >= 0.5), again[0] if isinstance(again, tuple) else again, h)
+            soft = F.linear(inner, self.gate["2.weight"], self.gate["2.bias"]).sigmoid()  # eq. 5
+            hard = (soft >= 0.5).to(h.dtype)
+            self.decided.append(hard)
+            g = mask * (hard + (soft - soft.detach()))  # eq. 7
+            again = self.layer(h, *args, **kwargs)  # eq. 6
+            h = g * (again[0] if isinstance(again, tuple) else again) + (1 - g) * h  # eq. 8, 9
         return (h, *made[1:]) if isinstance(made, tuple) else h
 
 
-def merged_model(reader: ArcAlignerReader, mask: Tensor) -> Any:
-    """The reader's decoder for prompts with these slots, built from merged weights; without a cache only."""
+def merged_model(reader: ArcAlignerReader, mask: Tensor, weights: dict[str, Tensor] | None = None) -> Any:
+    """The reader's decoder for prompts with these slots, built from merged weights; without a cache only.
+
+    `weights` take the place of the reader's, and get gradients.
+    """
     model = copy.deepcopy(reader.backbone.model)
-    state = reader.state_dict()
+    state = weights or reader.state_dict()
     layers = decoder_layers(model.get_decoder(), model.config.num_hidden_layers)
     for number, layer in enumerate(layers):
         for name, linear in list(layer.named_modules()):

@@ -16,103 +16,38 @@ from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import load_decoder
 from helpers import architectures
-from helpers.arcaligner import LORA, alone, make_reader, merged_model, prompts, read
+from helpers.arcaligner import alone, make_reader, merged_model, prompts, read
 from helpers.models import draw_lora
-from helpers.plain_llama import llama_layer, rms_norm
 
 WAIT = 120
 
 
-class Plain:
-    """Equations 3 to 9 for one prompt, with the reader's weights but none of its code."""
-
-    def __init__(self, reader: ArcAlignerReader, train: bool) -> None:
-        model = reader.backbone.model
-        self.config, self.train = model.config, train
-        self.loops = reader.config.loops
-        self.base = {n: p.detach() for n, p in model.named_parameters()}
-        self.added = {n: p.detach().clone().requires_grad_(train) for n, p in reader.named_parameters()}
-        self.decided: dict[int, list[list[int]]] = {}
-
-    def linear(self, x: Tensor, layer: int, name: str) -> Tensor:
-        """W x + M * (alpha / rank) B A x."""
-        w = self.base[f"model.layers.{layer}.{name}.weight"]
-        a, b = (self.added[f"lora.{layer}.updates.{name.replace('.', '_')}.{which}"] for which in "ab")
-        return x @ w.T + self.m * (LORA["alpha"] / LORA["rank"]) * (x @ a.T @ b.T)
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return rms_norm(x, self.base[name], self.config.rms_norm_eps)
-
-    def block(self, h: Tensor, layer: int) -> Tensor:
-        """The selective-LoRA layer A^(l) (eq. 3)."""
-        return llama_layer(
-            h,
-            self.config,
-            lambda x, name: self.linear(x, layer, name),
-            lambda x, name: self.norm(x, f"model.layers.{layer}.{name}.weight"),
-            torch.ones(len(h), len(h)).tril().bool(),
-        )
-
-    def logits(self, h: Tensor, mask: Tensor) -> Tensor:
-        """Algorithm 1, line by line, then the head: (n, dim), (n,) -> (n, vocabulary)."""
-        self.m = mask.unsqueeze(1).double()
-        r, text = mask.nonzero().squeeze(1), (~mask).nonzero().squeeze(1)
-        for layer in range(self.config.num_hidden_layers):
-            h = self.block(h, layer)
-            first = h
-            self.decided[layer] = []
-            for _ in range(self.loops):
-                w1, b1, w2, b2 = (
-                    self.added[f"gates.{layer}.{n}"] for n in ("0.weight", "0.bias", "2.weight", "2.bias")
-                )
-                g = torch.sigmoid(F.silu(h[r] @ w1.T + b1) @ w2.T + b2)
-                hard = (g >= 0.5).double()
-                self.decided[layer].append(hard.squeeze(1).long().tolist())
-                g = g + (hard - g).detach() if self.train else hard
-                candidate = self.block(h, layer)
-                refined = h[r] + g * (candidate[r] - h[r])
-                h = torch.zeros_like(h).index_put((r,), refined).index_put((text,), first[text])
-        return self.norm(h, "model.norm.weight") @ self.base["lm_head.weight"].T
-
-
 @pytest.mark.parametrize("train", [False, True])
 def test_the_reader_is_algorithm_1(train: bool) -> None:
+    """Logits and loops; in training also the gradients of slots and parameters, by eq. 7 and 8."""
     reader = make_reader(double=True).train(train)
     batch = alone(prompts(reader), 0)
-    plain = Plain(reader, train)
-    expected = plain.logits(batch.inputs_embeds[0], batch.slot_mask[0])
-    with torch.set_grad_enabled(train), reader.decoder(batch.slot_mask) as model:
-        logits = model(**batch.model_inputs()).logits[0]
-    loops = reader.last_loops
-    # transformers normalizes in float32
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    counts = {layer: torch.tensor(steps).sum(0).tolist() for layer, steps in plain.decided.items()}
-    assert {layer: record[batch.slot_mask].tolist() for layer, record in loops.items()} == counts
-    assert all((record[~batch.slot_mask] == -1).all() for record in loops.values())
-    assert len({count for each in counts.values() for count in each}) > 2  # none, all, and part of the way
-
-
-def test_gradients_are_those_of_the_straight_through_estimator() -> None:
-    """Every parameter's gradient, and the slots', equal those of the plain construction of eq. 7 and 8."""
-    reader = make_reader(double=True).train()
-    batch = alone(prompts(reader), 0)
-    weights = torch.randn(batch.inputs_embeds.shape[1], len(architectures.tokenizer("Llama"))).double()
-    plain = Plain(reader, train=True)
-    h = batch.inputs_embeds.clone().requires_grad_(True)
-    (plain.logits(h[0], batch.slot_mask[0]) * weights).sum().backward()
-
+    added = {name: p.detach().clone().requires_grad_() for name, p in reader.named_parameters()}
+    plain = merged_model(reader, batch.slot_mask, added)
     trained = {id(p) for p in reader.trained_parameters()}
-    inputs = batch.inputs_embeds.clone().requires_grad_(True)
-    with reader.decoder(batch.slot_mask) as model:
-        (model(**(batch.model_inputs() | {"inputs_embeds": inputs})).logits[0] * weights).sum().backward()
-    scale = float(h.grad.abs().max())
-    torch.testing.assert_close(inputs.grad / scale, h.grad / scale, atol=1e-4, rtol=1e-3)
-    for name, parameter in reader.named_parameters():
-        if name.startswith(("lora.", "gates.")):
-            expected = plain.added[name].grad
-            scale = float(expected.abs().max())
-            assert scale > 0 and id(parameter) in trained
-            torch.testing.assert_close(parameter.grad / scale, expected / scale, atol=1e-4, rtol=1e-3)
+    ours, theirs = (batch.inputs_embeds.clone().requires_grad_() for _ in range(2))
+    with torch.set_grad_enabled(train), reader.decoder(batch.slot_mask) as model:
+        expected = plain(**batch.model_inputs() | {"inputs_embeds": theirs}, use_cache=False).logits
+        logits = model(**batch.model_inputs() | {"inputs_embeds": ours}).logits
+    torch.testing.assert_close(logits, expected, atol=1e-6, rtol=1e-6)
+    counts = [sum(layer.decided).squeeze(-1).long() for layer in plain.model.layers]
+    for layer, count in enumerate(counts):
+        assert torch.equal(reader.last_loops[layer], count.masked_fill(~batch.slot_mask, -1))
+    assert len({int(n) for count in counts for n in count[batch.slot_mask]}) > 2  # none, all, and part of the way
+    if train:
+        weights = torch.randn(logits.shape).double()
+        for each in (logits, expected):
+            (each * weights).sum().backward()
+        pairs = [(ours, theirs), *((p, added[n]) for n, p in reader.named_parameters() if "projection" not in n)]
+        for mine, wanted in pairs:
+            scale = float(wanted.grad.abs().max())
+            assert scale > 0 and (mine is ours or id(mine) in trained)
+            torch.testing.assert_close(mine.grad / scale, wanted.grad / scale, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", architectures.NAMES)

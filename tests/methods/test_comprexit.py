@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.methods.base.compressor import padded
-from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig, sinkhorn
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
@@ -145,16 +144,6 @@ def test_the_plan_is_the_entropic_optimum(seed: int, rows: int, columns: int) ->
     assert centered.abs().max() < 1e-8
 
 
-@pytest.mark.parametrize("iterations", [1, 30])
-def test_rows_and_columns_of_no_mass_take_no_part(iterations: int) -> None:
-    """From the first iteration on, so that padding changes nothing before convergence either."""
-    cost, sent, received = marginals(torch.Generator().manual_seed(2), 9, 3)
-    alone = sinkhorn(cost, sent.log(), received.log(), 0.1, iterations)
-    log_sent, log_received = (F.pad(mass.log(), (0, 2), value=-math.inf) for mass in (sent, received))
-    beside = sinkhorn(F.pad(cost, (0, 2, 0, 2), value=0.3), log_sent, log_received, 0.1, iterations)
-    torch.testing.assert_close(beside, F.pad(alone, (0, 2, 0, 2)), atol=1e-12, rtol=1e-9)
-
-
 def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle]) -> None:
     compressor = make().compressor
     ids, mask = padded([some_ids(40)], torch.device("cpu"))
@@ -165,25 +154,3 @@ def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle
         assert compressor.encode(ids, mask, [4])[4].slots.dtype == torch.float32
     assert plan.dtype == torch.float32
     torch.testing.assert_close(plan[:, :4].sum(0), torch.full((4,), 0.25), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("width", "layers", "heads"), [(2048, 16, 32), (3072, 28, 24)])
-def test_about_one_per_cent_of_parameters_is_added(width: int, layers: int, heads: int, tiny_tokenizer: Any) -> None:
-    """The abstract, for Llama-3.2-1B and 3B at the paper's widths."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=width,
-        intermediate_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        backbone = Backbone(LlamaForCausalLM(shape), tiny_tokenizer)
-        compressor = ComprexitCompressor(backbone, ComprexitConfig())
-        added = [*compressor.parameters(), *TwoLayerMap(compressor.dim, backbone.dim).parameters()]
-    share = sum(p.numel() for p in added) / sum(p.numel() for p in backbone.model.parameters())
-    assert share == pytest.approx(0.01, abs=0.002)

@@ -19,9 +19,9 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor, MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
+from helpers.adaptation import plain_copy
 from helpers.methods import compress_ids
 from helpers.models import widen
-from helpers.plain_llama import llama_layer, rms_norm
 
 TEXTS = [
     "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
@@ -29,7 +29,6 @@ TEXTS = [
     "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood. " * 8,
 ]
 PROMPT = torch.arange(20, 60).unsqueeze(0)
-WAIT = 120
 FROZEN = TuneConfig(mode="frozen")
 OPTIONS: dict[str, Any] = {"layers": 1, "positions": 3, "embedding_skip": True, "hidden_map": True}
 RANK, ALPHA = 4, 6
@@ -100,34 +99,30 @@ def test_the_linear_map_comes_after_pooling(bundle: Any) -> None:
 
 
 def plain_slots(bundle: Bundle, ids: list[int], ratio: int) -> Tensor:
-    """What the options say, one step after the other, in float64, from nothing but named weights."""
-    mode = bundle.config.method.encoder.mode  # type: ignore[union-attr]
-    decoder = {name: value.double() for name, value in bundle.backbone.own_state().items()}
-    embeddings = decoder["model.embed_tokens.weight"]
+    """What the options say, one step after the other, in float64, by transformers' own layer."""
+    model = plain_copy(bundle.backbone.model).double()
     own = {name: value.double() for name, value in bundle.compressor.saved_state().items()}
-    first = "model.layers.0."
-    layer = {name.removeprefix(first): value for name, value in decoder.items() if name.startswith(first)}
-    norm = decoder["model.norm.weight"]
+    trunk = model.model
+    trunk.layers = trunk.layers[:1]
+    mode = bundle.config.method.encoder.mode  # type: ignore[union-attr]
     if mode == "full":
-        layer = {n.removeprefix("layers.0."): value for n, value in own.items() if n.startswith("layers.0.")}
-        norm = own["norm.weight"]
-    if mode == "lora":
+        trunk.load_state_dict(
+            {n: value for n, value in own.items() if n.startswith(("layers.", "norm."))}, strict=False
+        )
+    elif mode == "lora":
         adapter = {n: value.double() for n, value in bundle.backbone.adapter_state("compressor").items()}
-        for name in [name.removesuffix(".weight") for name in layer if "proj" in name]:
-            a, b = (adapter[f"base_model.model.model.layers.0.{name}.lora_{side}.weight"] for side in "AB")
-            layer[f"{name}.weight"] = layer[f"{name}.weight"] + ALPHA / RANK * b @ a
-    config = bundle.backbone.model.config
-    embedded = embeddings[ids]
-    x = llama_layer(
-        embedded + own["positions"][[i % 3 for i in range(len(ids))]],
-        config,
-        lambda x, name: x @ layer[f"{name}.weight"].T,
-        lambda x, name: rms_norm(x, layer[f"{name}.weight"], config.rms_norm_eps),
-        torch.ones(len(ids), len(ids)).bool(),  # every token sees every token
-    )
-    h = rms_norm(x, norm, config.rms_norm_eps)
+        for name, weight in trunk.layers.named_parameters():
+            if "proj" in name:
+                layer = f"base_model.model.model.layers.{name.removesuffix('.weight')}"
+                a, b = (adapter[f"{layer}.lora_{side}.weight"] for side in "AB")
+                weight += ALPHA / RANK * b @ a
+    embedded = trunk.embed_tokens(torch.tensor(ids))
+    x = embedded + own["positions"][[i % 3 for i in range(len(ids))]]
+    everything = torch.zeros(1, 1, len(ids), len(ids)).double()
+    h = trunk(inputs_embeds=x[None], attention_mask=everything, use_cache=False).last_hidden_state[0]
     h = h / h.pow(2).mean(-1, keepdim=True).sqrt()
-    return means(embedded + embeddings.pow(2).mean().sqrt() * h @ own["hidden_map.weight"].T, ratio)
+    size = trunk.embed_tokens.weight.pow(2).mean().sqrt()
+    return means(embedded + size * h @ own["hidden_map.weight"].T, ratio)
 
 
 def draw(bundle: Bundle) -> Bundle:

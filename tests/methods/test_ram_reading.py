@@ -1,6 +1,7 @@
 """Close reading when a question is asked: through the store, markers and the decoder."""
 
-import re
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.methods.base.rendering import TransientPart
+from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.passage import content_id
+from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.text.templates import TEMPLATES, messages
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
@@ -32,12 +37,8 @@ from helpers.ram import (
     ask,
     close_bundle,
     close_store,
-    plain_choice,
     plain_ids,
-    plain_mean,
     plain_segments,
-    plain_skim,
-    plain_states,
     ram_bundle,
     read,
 )
@@ -51,39 +52,6 @@ def bundle(tiny_tokenizer: Any) -> Bundle:
 @pytest.fixture(scope="module")
 def store(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
     return close_store(tmp_path_factory.mktemp("ram"), bundle)
-
-
-@pytest.mark.parametrize("ratio", [2, 3, 5, 64])
-def test_texts_and_slots_are_the_papers(bundle: Bundle, store: SoftContextStore, ratio: int) -> None:
-    """Eq. 1 to 6 over all passages together, with transformers' own forward on each segment."""
-    encoder = bundle.backbone.model.base_model
-    r_q = plain_mean(plain_states(encoder, plain_ids(bundle, QUESTION)))
-    states = [[plain_states(encoder, ids) for ids in plain_segments(bundle, text)] for text in PASSAGES]
-    flat = [s for passage in states for s in passage]
-    kept = plain_choice(r_q, [plain_mean(s) for s in flat], [len(s) for s in flat], ratio, 4)
-    fates = iter(kept)
-    expected_texts, expected_slots = [], []
-    for text, passage in zip(PASSAGES, states, strict=True):
-        ends = bundle.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        bounds = [0, *(ends[i - 1][1] for i in range(4, len(ends), 4)), len(text)]
-        shown = ""
-        for i, s in enumerate(passage):
-            if next(fates):
-                shown += text[bounds[i] : bounds[i + 1]]
-            else:
-                shown += "\0" if not shown.endswith("\0") else ""
-                expected_slots.append(plain_skim(s, r_q))
-        expected_texts.append(shown)
-    marked = ask(store, ratio=ratio)
-    assert [re.sub(r"\[\[ctx:.*?\]\]", "\0", text) for text in marked] == expected_texts
-    _, found = read(store, marked)
-    softs = store.fetch(found)
-    assert [m.slots for m in found] == [s.n_slots for s in softs]
-    torch.testing.assert_close(
-        torch.cat([s.slots for s in softs]).double(), torch.stack(expected_slots), atol=1e-4, rtol=1e-4
-    )
-    kept_tokens = sum(len(s) for s, stays in zip(flat, kept, strict=True) if stays)
-    assert sum(s.n_tokens for s in softs) + kept_tokens == sum(len(s) for s in flat)
 
 
 words = st.lists(
@@ -193,3 +161,77 @@ def test_every_budget_is_what_close_reading_takes(bundle: Bundle) -> None:
     assert by[SOFT, 4] < by[SOFT, 3] < by[SOFT, 2] < by[FULL, None]
     for ratio in (2, 3, 4):
         assert by[TRUNCATED, ratio] == pytest.approx(by[SOFT, ratio], abs=8)
+
+
+def part(n: int, slots: int) -> TransientPart:
+    return TransientPart(f"passage {n}", SoftContext(torch.zeros(slots, 2), torch.ones(slots).long()), (str(n),))
+
+
+@given(
+    most=st.integers(1, 12),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(0, 5)), max_size=40),
+)
+@settings(deadline=None, max_examples=60)
+def test_the_least_recently_used_go(most: int, steps: list[tuple[bool, int, int]]) -> None:
+    """Against a plain list of what is kept, oldest first."""
+    kept, plain = TransientParts(most), OrderedDict[str, int]()
+    for put, n, slots in steps:
+        name = str(n)
+        if put and slots > most:
+            with pytest.raises(ConfigError, match=f"{slots} slots"):
+                kept.keep({name: part(n, slots)})
+        elif put:
+            kept.keep({name: part(n, slots)})
+            plain.pop(name, None)
+            plain[name] = max(1, slots)
+            while sum(plain.values()) > most:
+                plain.popitem(last=False)
+        else:
+            marker = Marker(name, 1, text=name)
+            found, gone = kept.split([marker])
+            assert (found != {}) == (gone == []) == (name in plain)
+            if found:
+                assert found[marker].text == f"passage {n}"
+                plain.move_to_end(name)
+
+
+def test_all_tenants_together_keep_so_many_slots(store: SoftContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_transient", TransientParts(40))
+    marked = {who: mark(store, PASSAGES, ratio=2, question=QUESTION, scope=who) for who in ("ann", "bob", "cy", "di")}
+    with pytest.raises(MissingPassageError):
+        [expand(store, text, "ann") for text in marked["ann"]]
+    assert [expand(store, text, "di") for text in marked["di"]] == PASSAGES
+
+
+def test_slots_that_went_are_a_clear_error(bundle: Bundle, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, bundle, codec="fp16", key=KEY) as store:
+        marked = ask(store)
+    same = close_bundle(tiny_tokenizer)
+    with SoftContextStore(tmp_path, same, key=KEY) as elsewhere:
+        decoder = Decoder(same, elsewhere)
+        chat = [{"role": "user", "content": marked[0]}]
+        for call in (
+            lambda: expand(elsewhere, marked[0]),
+            lambda: decoder.generate([chat], Sampling(max_tokens=1)),
+        ):
+            with pytest.raises(MissingPassageError, match="retrieve again"):
+                call()
+
+
+def test_a_question_writes_nothing(bundle: Bundle, store: SoftContextStore) -> None:
+    before = store.info()
+    ask(store, question="Is anything written?")
+    assert store.info() == before
+
+
+def test_threads_ask_at_once(store: SoftContextStore) -> None:
+    questions = [QUESTION, "Who keeps bees?", "What was Oda Brink?"]
+    alone = {question: ask(store, question=question) for question in questions}
+
+    def work(n: int) -> bool:
+        question = questions[n % 3]
+        marked = ask(store, question=question)
+        return marked == alone[question] and [expand(store, text) for text in marked] == PASSAGES
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(9), timeout=60))

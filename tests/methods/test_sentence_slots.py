@@ -168,14 +168,6 @@ def test_slots_are_the_encoders_own_vectors(make: Callable[..., Any], encoder: P
         torch.testing.assert_close(soft.slots, torch.from_numpy(reference.encode(pieces)), atol=1e-5, rtol=1e-4)
 
 
-def test_the_packaged_minilm_is_known_by_name(make_tiny_bundle: Callable[..., Any]) -> None:
-    made = sentence_bundle(make_tiny_bundle(encoder=FROZEN, decoder=FROZEN), SentenceSlotsConfig(encoder="minilm"))
-    [soft] = made.compress(TEXTS[1:2])
-    expected = load_minilm().encode(["Kessmar is a harbour town.", "Its ferry leaves at dawn."])
-    torch.testing.assert_close(soft.slots, torch.from_numpy(expected), atol=1e-5, rtol=1e-4)
-    assert made.embed(soft).shape == (2, made.backbone.dim)
-
-
 @pytest.mark.parametrize("unit", ["sentence", "passage"])
 def test_nothing_is_longer_than_the_window(make: Callable[..., Any], unit: str) -> None:
     """What follows the first 64 tokens is not lost."""

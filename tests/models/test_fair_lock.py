@@ -28,22 +28,3 @@ def test_each_waits_for_those_before_it() -> None:
     for thread in threads:
         thread.join(WAIT)
     assert not turns.held and not turns.waiting
-
-
-def test_only_one_has_it() -> None:
-    turns, inside, most = FairLock(), 0, 0
-
-    def work() -> None:
-        nonlocal inside, most
-        for _ in range(200):
-            with turns:
-                inside += 1
-                most = max(most, inside)
-                inside -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert most == 1
