@@ -4,18 +4,10 @@ import reprlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 
 
-class _Short(reprlib.Repr):
-    def repr_int(self, x: int, level: int) -> str:
-        try:
-            return super().repr_int(x, level)
-        except ValueError:  # thousands of digits: Python refuses
-            return f"{hex(x)[:20]}..."
-
-
 def short_repr(value: object) -> str:
     """A value as messages show it: at most about 80 characters, however long or deep it is."""
     # YAML of a few lines can hold a value whose whole text takes hours to write.
-    return repr(value[:80]) if isinstance(value, str) else _Short().repr(value)[:80]
+    return repr(value[:80]) if isinstance(value, str) else reprlib.repr(value)[:80]
 
 
 class CtxCompressError(Exception):

@@ -10,11 +10,7 @@ from ctx_compress_rag.errors import MissingExtraError
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Wrap the import of a package that comes with an extra.
-
-    Raises:
-        MissingExtraError: the package is not installed; the message says how to install it.
-    """
+    """Wrap the import of a package that comes with an extra; the MissingExtraError says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -35,11 +35,6 @@ class SoftContext:
         return self.slots.shape[0]
 
     @property
-    def dim(self) -> int:
-        """Width of a slot."""
-        return self.slots.shape[1]
-
-    @property
     def n_tokens(self) -> int:
         """Number of source tokens that the whole context stands for."""
         return int(self.token_counts.sum())
@@ -81,11 +76,7 @@ def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]
 
 
 def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
-    """How many slots, stored at `base` source tokens each, become one at `ratio`.
-
-    Raises:
-        RatioError: the ratio is no multiple of the base, or another one although slots are not `nestable`.
-    """
+    """How many slots, stored at `base` source tokens each, become one at `ratio`; RatioError if none do."""
     if ratio < base or ratio % base:
         raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: choose a multiple of {base}")
     if ratio != base and not nestable:

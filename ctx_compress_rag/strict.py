@@ -83,16 +83,7 @@ def explain_fault(fault: Mapping[str, Any]) -> str:
 
 
 def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse an unknown option, and name the nearest.
-
-    Args:
-        what: what has the options.
-        given: the names of those given.
-        known: the names of all.
-
-    Raises:
-        ConfigError: one is unknown.
-    """
+    """Refuse an option of `what` that is unknown by a ConfigError that names the nearest."""
     names = list(known)
     for name in given:
         if name not in names:

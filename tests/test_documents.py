@@ -142,18 +142,30 @@ def test_every_file_of_the_papers_page_exists() -> None:
     assert folders and all((ROOT / "ctx_compress_rag" / folder).is_dir() for folder in folders)
 
 
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *ROOT.glob("benchmarks/*.md")], ids=str)
+def prose(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".md":
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
+
+
+LINKING = [
+    file for glob in ("*.md", "docs/**/*.md", "benchmarks/*.md", "notebooks/*.ipynb") for file in ROOT.glob(glob)
+]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=str)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
         linked = page.parent / file if file else page
         assert linked.exists(), target
-        if anchor and linked.suffix == ".md":
-            headings = re.findall("^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
+        if anchor and linked.suffix in (".md", ".ipynb"):
+            headings = re.findall("^#+ (.*)$", prose(linked), re.M)
             anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-            assert anchor in anchors, target
+            assert (anchor if linked.suffix == ".md" else anchor.lower()) in anchors, target
 
 
 def test_code_fits_on_the_page() -> None:

@@ -87,17 +87,6 @@ def test_every_imported_name_exists(name: str) -> None:
     assert nodes
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_links_lead_somewhere(name: str) -> None:
-    text = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
-    headings = {line.lstrip("# ").replace(" ", "-") for line in text.splitlines() if line.startswith("#")}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings
-        elif not target.startswith("https://"):
-            assert (FOLDER / target).exists()
-
-
 def run(execute: Any, file: Path, found: str) -> Any:
     """What an expression is at the end of a run, which shows as many figures as before."""
     notebook = execute(file, last=FOUND.format(found))

@@ -345,11 +345,7 @@ def load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
 
 
 def add_teacher(backbone: Backbone, folder: Path) -> None:
-    """Add a peft adapter folder to a decoder as its full-text teacher.
-
-    Raises:
-        BundleError: the folder is not a peft adapter, or does not fit the decoder.
-    """
+    """Add a peft adapter folder to a decoder as its full-text teacher; BundleError if it is none, or does not fit."""
     if not (folder / ADAPTER_CONFIG_FILE).exists():
         raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
     read_adapter(folder)  # a damaged one shows at once

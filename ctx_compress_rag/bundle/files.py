@@ -38,12 +38,7 @@ _LARGEST_TOKENIZER = 2**28
 
 
 def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
-    """Find a bundle's folder: a local one, a shipped one, or one downloaded from the hub.
-
-    Raises:
-        ConfigError: this is not a name or path, or a revision is given for a bundle that is not on the hub.
-        BundleError: there is no such bundle, or it cannot be downloaded.
-    """
+    """Find a bundle's folder: a local one, a shipped one, or one downloaded from the hub."""
     shown = str(name_or_path) if isinstance(name_or_path, Path) else name_or_path
     none = f"no bundle {shown!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
     if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or name_or_path == Path():

@@ -30,23 +30,15 @@ _CHECKED = 200
 
 @dataclass(frozen=True)
 class IndexReport:
-    """What `update_index` did: numbers of passages, except `files`.
+    """What `update_index` did: numbers of passages, but for the first and the last."""
 
-    Attributes:
-        files: files or rows with text.
-        replaced: removed because their file's text changed.
-        pruned: removed because their file was deleted.
-        vanished: kept although their file was deleted, since `prune` was not set.
-        moved: folders that no longer exist, but half of whose files are in the one indexed now; their passages count
-            as those of deleted files.
-    """
-
-    files: int
+    files: int  # files or rows with text
     added: int
     unchanged: int
-    replaced: int
-    pruned: int
-    vanished: int
+    replaced: int  # removed because their file's text changed
+    pruned: int  # removed because their file was deleted
+    vanished: int  # kept although their file was deleted, since `prune` was not set
+    # Folders that no longer exist, but half of whose files are in the one indexed now: theirs count as deleted files'.
     moved: tuple[str, ...] = ()
 
 
@@ -111,7 +103,7 @@ def update_index(
 
     Args:
         index: the index.
-        given: what to index, from `open_input`.
+        given: what to index.
         chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
         prune: remove the passages of deleted files, and those of folders that this one was before it was renamed.
         repair: first read every record, and compress those that are damaged again.

@@ -30,23 +30,15 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class DemoSystem:
-    """A way to give the decoder its context, and its results.
-
-    Attributes:
-        ratio: how many times shorter the passages become; None if they do not.
-        scores: token F1 of each answer.
-        prompt_tokens: mean length of the prompts, a slot counted as a token.
-        stored_bytes: size of what is stored of the whole corpus for these prompts.
-        first_token_ms: median time from the prompt to the first token, reading the store included.
-    """
+    """A way to give the decoder its context, and its results."""
 
     label: str
-    ratio: int | None
+    ratio: int | None  # how many times shorter the passages become
     answers: tuple[str, ...]
-    scores: tuple[float, ...]
-    prompt_tokens: float
-    stored_bytes: int
-    first_token_ms: float
+    scores: tuple[float, ...]  # token F1 of each answer
+    prompt_tokens: float  # mean length of the prompts, a slot counted as a token
+    stored_bytes: int  # of the whole corpus
+    first_token_ms: float  # median time from the prompt to the first token, reading the store included
 
     @property
     def score(self) -> float:
@@ -55,17 +47,11 @@ class DemoSystem:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo found.
-
-    Attributes:
-        stored: how many passages were compressed now, and how many before.
-        retrieved: for how many of the questions retrieval found every passage needed.
-        systems: full text, what the bundle shows by default at each ratio, finest first, no context.
-    """
+    """What the demo found."""
 
     stored: Added
-    retrieved: int
-    systems: list[DemoSystem]
+    retrieved: int  # for how many of the questions retrieval found the passage needed
+    systems: list[DemoSystem]  # full text, what the bundle shows by default at each ratio, finest first, no context
     tables: str
 
 
@@ -77,10 +63,9 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
         hits = index.search([question.text for question in corpus.questions], _RETRIEVED)
         decoder = Decoder(index.bundle, index.store, batch_size=len(corpus.questions))
         systems = _compare(index, decoder, corpus, hits)
-    needed = [{*question.needs} for question in corpus.questions]
     return DemoReport(
         stored=stored,
-        retrieved=sum({hit.id for hit in found} >= ids for ids, found in zip(needed, hits, strict=True)),
+        retrieved=sum(q.needs in [hit.id for hit in found] for q, found in zip(corpus.questions, hits, strict=True)),
         systems=systems,
         tables=_tables(corpus, systems, hits),
     )

@@ -15,11 +15,11 @@ LICENSE = "Wikipedia's authors, as chosen for XQuAD, CC BY-SA 4.0"
 
 @dataclass(frozen=True)
 class DemoQuestion:
-    """A question, its accepted answers, and the ids of the passages that it needs."""
+    """A question, its accepted answers, and the id of the passage that it needs."""
 
     text: str
     answers: tuple[str, ...]
-    needs: tuple[str, ...]
+    needs: str
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def wikipedia_corpus() -> Corpus:
     data = json.loads(_WIKIPEDIA.read_text(encoding="utf-8"))
     passages = tuple(make_passage(row["text"], row["title"], "demo") for row in data["passages"])
     questions = tuple(
-        DemoQuestion(row["question"], tuple(row["answers"]), (str(passages[row["passage"]].id),))
+        DemoQuestion(row["question"], tuple(row["answers"]), str(passages[row["passage"]].id))
         for row in data["questions"]
     )
     return Corpus(passages, questions)

@@ -90,9 +90,7 @@ class PassageCollection(Collection):
 class PassageIndex:
     """Passages to retrieve, and their soft contexts. Open one with `open_index`.
 
-    Attributes:
-        embedder: the sentence encoder that passages and questions are compared with.
-        interrupted: whether a process was killed while it wrote to the folder, and `mend` has not been called since.
+    `interrupted` says that a process was killed while it wrote to the folder, and `mend` was not called since.
     """
 
     def __init__(self, folder: str | Place, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
@@ -207,9 +205,7 @@ def open_index(
         dtype: see `Bundle.from_pretrained`.
 
     Raises:
-        StoreError: there is no index, it cannot be opened, or was made with another embedder.
-        ConfigError: there is no such embedder.
-        BundleError, FingerprintMismatchError: see `Bundle.from_pretrained` and `SoftContextStore`.
+        StoreError: there is no index, or it was made with another embedder.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
 

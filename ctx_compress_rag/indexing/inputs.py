@@ -34,16 +34,10 @@ class Text(NamedTuple):
 
 
 class Input(ABC):
-    """Texts to index, read lazily.
+    """Texts to index, read lazily; `bytes` is the size of all."""
 
-    Attributes:
-        bytes: size of the whole input.
-        kind: what the texts are called.
-        costly: a file that keeps what later runs need not try again; see `documents.Reader`.
-    """
-
-    kind = "rows"
-    costly: Path | None = None
+    kind = "rows"  # what the texts are called
+    costly: Path | None = None  # as in `documents.Reader`
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path

@@ -15,25 +15,16 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What is retrieved for a question, and how the decoder is shown it.
-
-    Attributes:
-        index: where passages are retrieved.
-        k: how many.
-        ratio: as of `marking.mark.mark`; so are `token_budget` and `text_share`.
-        as_text: show the passages' whole text.
-        template: of the prompt; None takes the bundle's.
-        extractive: whether a server's answers quote, unless a request says otherwise or asks for JSON.
-    """
+    """How many passages are retrieved for a question, and how the decoder is shown them: see `marking.mark.mark`."""
 
     index: PassageIndex
     k: int
     ratio: int | None = None
     token_budget: int | None = None
     text_share: float | None = None
-    as_text: bool = False
-    template: str | None = None
-    extractive: bool = False
+    as_text: bool = False  # show the passages' whole text
+    template: str | None = None  # in place of the bundle's
+    extractive: bool = False  # whether a server's answers quote, unless a request says otherwise or asks for JSON
 
     def is_question(self, chat: Sequence[Message], scope: str | None) -> bool:
         """Whether a chat ends with a question, and no message of it has a marker that can be read."""

@@ -221,10 +221,8 @@ class Marking:
                 store.delete([passage.id], scope)
                 store.add([Passage(passage.text, passage.id, record.metadata)], progress=False, scope=scope)
             else:
-                if soft is None and self.on_missing == "compress":
-                    [passage.id] = store.ensure([passage.text], scope=scope)
-                elif soft is None:
-                    passage.id = None
+                if soft is None:
+                    self._find([passage])
         except (PayloadError, StoreWriteError) as error:
             self._leave(passage, error)
 

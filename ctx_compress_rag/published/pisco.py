@@ -52,8 +52,10 @@ class Pisco(Format):
         return "apple-amlr" if checkpoint.license == "none given" else checkpoint.license
 
     def matches(self, checkpoint: Checkpoint) -> bool:
-        kind = checkpoint.json("config.json").get("model_type")
-        return kind in ("COCOM", "CLaRa") and _ADAPTERS in checkpoint.sizes
+        config = checkpoint.json("config.json")
+        # OSCAR's has another model for its vectors, which depend on the question: nothing could be stored.
+        is_oscar = config.get("compr_model_name") is not None
+        return config.get("model_type") in ("COCOM", "CLaRa") and _ADAPTERS in checkpoint.sizes and not is_oscar
 
     def files(self, checkpoint: Checkpoint) -> list[str]:
         return ["config.json", _ADAPTERS, _LAYERS]  # pisco-llama has old shards beside them

@@ -139,8 +139,7 @@ class Signer:
     def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
         """The marker of a passage (as `passage` or `transient` names it) with `factor` base slots merged into one.
 
-        Raises:
-            RatioError: the factor cannot be written (1 to 4096 can).
+        A RatioError refuses a factor beyond 4096.
         """
         if not 1 <= factor <= MAX_FACTOR:
             raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")

@@ -185,14 +185,9 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
 def listed_passages(
     documents: Iterable[object] | chromadb.Collection, ids: Iterable[str] | None = None
 ) -> list[Passage]:
-    """Check all documents, before any is written; return a passage for each, with an id.
+    """A passage with an id for each document (see `to_passage`), or for each record of a Chroma collection.
 
-    Args:
-        documents: see `to_passage`; or a Chroma collection.
-        ids: one per document.
-
-    Raises:
-        ConfigError: as `to_passage`, or the numbers of ids and documents differ.
+    All are checked before any is written; ConfigError also if the numbers of ids and documents differ.
     """
     if isinstance(documents, chromadb.Collection):
         documents = passages_in(documents)
@@ -209,15 +204,9 @@ def listed_passages(
 
 
 def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:
-    """Passages by id, in order.
+    """Passages by id, in order; ConfigError if an id is given twice.
 
-    Args:
-        listed: the passages.
-        repeats: accept an id given twice with the same text, as retrievers may return it. Equal texts given
-            without an id share one, and are always accepted.
-
-    Raises:
-        ConfigError: an id is given twice.
+    With `repeats`, it may come twice with the same text, as from a retriever. Equal texts without an id share one.
     """
     passages: dict[str, Passage] = {}
     for passage in listed:
@@ -232,11 +221,7 @@ def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Pas
 
 
 def checked_ids(ids: Iterable[str]) -> list[str]:
-    """The ids as a list.
-
-    Raises:
-        ConfigError: ids is a single str or not iterable, or an id is not a str of valid Unicode.
-    """
+    """The ids as a list; ConfigError if they are none, or one is not a str of valid Unicode."""
     listed = as_list("ids", ids)
     for id in listed:
         if not isinstance(id, str):
@@ -249,10 +234,6 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     """The passages of a collection, read page by page; records without a text, or with a blank one, are skipped.
 
     Records that the app's search cannot find are passages, too: a warning names them.
-
-    Raises:
-        ConfigError: it is not a collection, or holds soft contexts itself.
-        StoreError: Chroma cannot read it.
     """
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"

@@ -48,16 +48,10 @@ _POLL = 0.002
 
 
 class Place(ABC):
-    """Where collections are. Its context managers belong in `shielded` calls.
+    """Where collections are. Its context managers belong in `shielded` calls."""
 
-    Attributes:
-        where: the address, for messages.
-        remote: whether it is on a server, so that other machines may use it, too.
-        folder: the folder, if it is one.
-    """
-
-    where: str
-    remote = False
+    where: str  # the address, for messages
+    remote = False  # whether it is on a server, so that other machines may use it, too
     folder: Path | None = None
 
     @abstractmethod
@@ -200,12 +194,7 @@ class Folder(Place):
 
     @shielded
     def back_up(self, target: Path, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Copy the folder, including its key, while no store writes to it, completely or not at all.
-
-        Raises:
-            StoreError: the target exists, is inside the folder or cannot be written.
-            StoreLockedError: others wrote for more than `timeout` seconds.
-        """
+        """Copy the folder, including its key, while no store writes to it, completely or not at all."""
         if target.exists() or target.resolve().is_relative_to(self.folder):
             raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
         draft: Path | None = None

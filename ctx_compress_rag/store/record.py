@@ -32,33 +32,19 @@ MAX_UNPACKED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Record:
-    """A stored passage.
+    """A stored passage."""
 
-    Attributes:
-        payload: the encoded soft context, see `codec`.
-        text: the deflated text, in base64.
-        metadata: the metadata as JSON.
-        text_hash: see `text_hash`.
-        full_hash: see `full_hash`.
-        marker: the marker id with its scope, see `scope.scoped_marker_id`.
-        slots: how many slots the payload holds.
-        tokens: how many source tokens they stand for.
-        payload_hash: a hash of the payload.
-        sentences: vectors of its sentences, see `sentences`, or "".
-        signature: covers the collection's name, the id (and so the scope), hashes, marker id, counts and metadata.
-    """
-
-    payload: str
-    text: str
-    metadata: str
+    payload: str  # the encoded soft context, see `codec`
+    text: str  # deflated, in base64
+    metadata: str  # as JSON
     text_hash: str
     full_hash: str
-    marker: str
+    marker: str  # the marker id with its scope, see `scope.scoped_marker_id`
     slots: int
-    tokens: int
+    tokens: int  # of the source, that the slots stand for
     payload_hash: str
-    sentences: str
-    signature: str = ""
+    sentences: str  # vectors of its sentences, see `sentences`, or ""
+    signature: str = ""  # covers collection's name, id (and so the scope), hashes, marker id, counts and metadata
 
     @classmethod
     def of(

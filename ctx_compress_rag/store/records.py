@@ -39,18 +39,11 @@ _CONFIGURATION: Any = {
 
 @dataclass(frozen=True)
 class Changes:
-    """Passages, by record id, compared with what is stored.
+    """Passages, by record id, compared with what is stored."""
 
-    Attributes:
-        texts: not stored with this text, and so to compress.
-        labels: stored with this text, but other metadata.
-        new: how many are not stored.
-        unchanged: how many are stored as they are.
-    """
-
-    texts: dict[str, Passage]
-    labels: dict[str, Passage]
-    new: int
+    texts: dict[str, Passage]  # not stored with this text, and so to compress
+    labels: dict[str, Passage]  # stored with this text, but other metadata
+    new: int  # how many of the texts are under ids that are not stored
     unchanged: int
 
 

@@ -26,10 +26,9 @@ def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
     """For each text the unit vectors (sentences, 384) of its sentences, with the extra `sentences`."""
     parts = [sentences_of(text) for text in texts]
     flat = [part for own in parts for part in own]
-    vectors = passage_vectors(flat) if flat else np.zeros((0, _DIM), np.float32)
-    if not parts:
-        return []
-    return np.split(vectors, np.cumsum([len(own) for own in parts])[:-1])
+    if not flat:
+        return [np.zeros((0, _DIM), np.float32)] * len(parts)
+    return np.split(passage_vectors(flat), np.cumsum([len(own) for own in parts])[:-1])
 
 
 def pack(vectors: Vectors) -> str:

@@ -26,11 +26,7 @@ class TransientParts:
         self._lock = threading.Lock()
 
     def keep(self, parts: Mapping[str, TransientPart]) -> None:
-        """Keep the parts that one prompt needs; those least recently used go.
-
-        Raises:
-            ConfigError: together they need more slots than are kept.
-        """
+        """Keep the parts that one prompt needs, ConfigError if they are too many; those least recently used go."""
         needed = sum(map(_cost, parts.values()))
         if needed > self._most:
             raise ConfigError(

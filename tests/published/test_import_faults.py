@@ -122,9 +122,8 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     ),
     "no memory": ("icae", rewrite(ICAE, drop(MEMORY)), MEMORY),
     "an unknown tensor": ("icae", rewrite(ICAE, put(other=torch.ones(1))), "other"),
-    "OSCAR": ("pisco", rewrite(CONFIG, put(compr_model_name="meta-llama/Llama-3.2-1B")), "question"),
-    "COCOM": ("pisco", remove(ADAPTERS), "PISCO"),
-    "AutoCompressors": ("pisco", rewrite(CONFIG, put(model_type="llama", summary_length=50)), "segments"),
+    "OSCAR": ("pisco", rewrite(CONFIG, put(compr_model_name="meta-llama/Llama-3.2-1B")), "lclm, pisco"),
+    "COCOM": ("pisco", remove(ADAPTERS), "lclm, pisco"),
     "another model": ("pisco", rewrite(CONFIG, put(model_type="llama")), "lclm, pisco"),
 }
 

@@ -147,7 +147,7 @@ def test_numbers_of_numpy_are_stored_as_pythons(store: SoftContextStore) -> None
     assert {key: type(value) for key, value in kept.items()} == {"i": int, "f": float, "b": bool, "s": str, "u": int}
 
 
-@pytest.mark.parametrize("ids", ["p0", 5, None, ["half \ud83d"], [HUGE], [DEEP], [b"p0"]], ids=lambda _: "")
+@pytest.mark.parametrize("ids", ["p0", 5, None, ["half \ud83d"], [5], [DEEP], [b"p0"]], ids=lambda _: "")
 def test_ids_that_are_none_are_refused_everywhere(store: SoftContextStore, ids: Any) -> None:
     add(store, 1)
     calls: list[Callable[[], object]] = [

@@ -1,8 +1,6 @@
 """Tenants of one store: none reads, writes over or deletes another's passages."""
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import chromadb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from langchain_core.documents import Document
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.marking.mark import expand, mark
@@ -26,21 +23,6 @@ def store(bundle: WordBundle) -> Iterator[SoftContextStore]:
     client = chromadb.EphemeralClient()
     yield SoftContextStore(client, bundle, collection="tenants")
     client.delete_collection("tenants-ctx")
-
-
-def test_tenants_that_use_one_id_at_once_each_get_their_own_text(store: SoftContextStore) -> None:
-    texts = {"ann": passage(1), "bob": passage(2)}
-    start = threading.Barrier(2)
-
-    def work(tenant: str) -> None:
-        postprocessor = CompressedContextPostprocessor(store=store, ratio=4, scope=tenant)
-        start.wait()
-        for _ in range(60):
-            [found] = postprocessor.invoke([Document(id="doc1", page_content=texts[tenant])])
-            assert expand(store, found.page_content, tenant) == texts[tenant]
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, texts))
 
 
 def test_one_tenants_passages_are_not_there_for_another(store: SoftContextStore) -> None:
