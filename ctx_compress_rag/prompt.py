@@ -28,33 +28,22 @@ class QuotedToken(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Quotable:
-    """Texts that an answer may quote; see `text.quoting`.
+    """Texts that an answer may quote; see `text.quoting`."""
 
-    Attributes:
-        tokens: the tokens of all texts; None where a quotation cannot continue, such as after each text.
-        starts: the quotations that begin with a token, by its id. Each is its first tokens that are not in `tokens`
-            (may be empty), and the place in `tokens` where it continues.
-    """
-
-    tokens: tuple[QuotedToken | None, ...]
+    tokens: tuple[QuotedToken | None, ...]  # of all texts; None where a quotation cannot continue, as after each text
+    # The quotations that begin with a token, by its id. Each is its first tokens that are not in `tokens` (may be
+    # empty), and the place in `tokens` where it continues.
     starts: Mapping[int, Sequence[tuple[tuple[QuotedToken, ...], int]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt as the model reads it, optionally with its answers.
-
-    Attributes:
-        pieces: token ids and slots, in order.
-        answers: True on the answers' tokens: bool (length,).
-        soft: whether the reader's decoder reads it: True if it has passages, even ones without slots.
-        quotable: what an extractive answer may quote; None if the answer is not extractive.
-    """
+    """A prompt as the model reads it, optionally with its answers."""
 
     pieces: tuple[Piece, ...]
-    answers: Tensor
-    soft: bool = False
-    quotable: Quotable | None = None
+    answers: Tensor  # True on the answers' tokens: bool (length,)
+    soft: bool = False  # whether the reader's decoder reads it: True if it has passages, even ones without slots
+    quotable: Quotable | None = None  # for an extractive answer
 
     @classmethod
     def of(cls, *pieces: Piece) -> Prompt:
@@ -90,15 +79,10 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class PromptTemplate:
-    """A prompt, optionally with its answers, with holes for its passages.
+    """A prompt, optionally with its answers, with holes for its passages."""
 
-    Attributes:
-        ids: token ids of the text between the holes; hole i is between ids[i] and ids[i + 1].
-        answers: bool masks of the same lengths, True on the answers' tokens.
-    """
-
-    ids: tuple[Tensor, ...]
-    answers: tuple[Tensor, ...]
+    ids: tuple[Tensor, ...]  # token ids of the text between the holes; hole i is between ids[i] and ids[i + 1]
+    answers: tuple[Tensor, ...]  # bool masks of the same lengths, True on the answers' tokens
 
     @classmethod
     def without_answers(cls, ids: Sequence[Tensor]) -> PromptTemplate:

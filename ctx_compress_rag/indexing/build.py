@@ -102,12 +102,9 @@ def update_index(
     read stay. A row of JSONL counts as a file. Passages that the bundle reads badly are warned of.
 
     Args:
-        index: the index.
-        given: what to index.
         chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
         prune: remove the passages of deleted files, and those of folders that this one was before it was renamed.
         repair: first read every record, and compress those that are damaged again.
-        progress: show a progress bar, in bytes of the input.
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)

@@ -47,12 +47,9 @@ def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False)
     Paragraphs are packed together as long as they fit. A paragraph that is too long by itself is cut at sentences, a
     sentence at spaces, a word between characters. Each part of a long Markdown table begins with its first two rows.
 
-    Args:
-        text: the text.
-        tokenizer: the decoder's.
-        max_tokens: maximum tokens of a passage, counted without special tokens; at least 8.
-        markdown: start a new passage at each heading, with the text below; headings that follow each other stay
-            together, and the cells of tables lose their padding.
+    A passage has at most `max_tokens` of the decoder's (8 or more), not counting special ones. In Markdown, a passage
+    begins at each heading, with the text below; headings that follow each other stay together, and the cells of tables
+    lose their padding.
     """
 
     def count(part: str) -> int:

@@ -12,10 +12,10 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.evaluation.answering import FULL, NONE, prompt_of
+from ctx_compress_rag.evaluation.answering import DEFAULT, FULL, NONE, Key, Prompts, answer_each
+from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
 from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
-from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
@@ -61,8 +61,7 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
     with open_index(folder, bundle, create=True) as index:
         stored = _add(index, corpus, progress)
         hits = index.search([question.text for question in corpus.questions], _RETRIEVED)
-        decoder = Decoder(index.bundle, index.store, batch_size=len(corpus.questions))
-        systems = _compare(index, decoder, corpus, hits)
+        systems = _compare(index, corpus, hits)
     return DemoReport(
         stored=stored,
         retrieved=sum(q.needs in [hit.id for hit in found] for q, found in zip(corpus.questions, hits, strict=True)),
@@ -80,38 +79,33 @@ def _add(index: PassageIndex, corpus: Corpus, progress: bool) -> Added:
     return Added(added, unchanged)
 
 
-def _compare(index: PassageIndex, decoder: Decoder, corpus: Corpus, hits: list[list[Hit]]) -> list[DemoSystem]:
-    text_bytes = sum(len(passage.text.encode()) for passage in corpus.passages)
-    soft_bytes = index.store.info().payload_bytes
-    ratios = [ratio for ratio in sorted(index.bundle.config.ratios) if ratio <= _COARSEST]
-    kinds: list[tuple[str, int | None, int]] = [
-        (FULL, None, text_bytes),
-        *((f"compressed {ratio}x", ratio, soft_bytes) for ratio in ratios),
-        (NONE, None, 0),
-    ]
-    sampling = Sampling(max_tokens=_ANSWER_TOKENS, extractive=index.bundle.config.extractive)
-    systems: list[DemoSystem] = []
-    for label, ratio, size in kinds:
-        prompts = []
-        for q, found in zip(corpus.questions, hits, strict=True):
-            texts = [] if label == NONE else [hit.text for hit in found]
-            if ratio is not None:
-                texts = mark(index.store, texts, [hit.id for hit in found], question=q.text, ratio=ratio)
-            prompts.append(prompt_of(TEMPLATES[0], texts, q.text))
-        generations = decoder.generate(prompts, sampling)
-        answers = tuple(generation.text.strip() for generation in generations)
-        systems.append(
-            DemoSystem(
-                label=label,
-                ratio=ratio,
-                answers=answers,
-                scores=tuple(token_f1(a, q.answers) for a, q in zip(answers, corpus.questions, strict=True)),
-                prompt_tokens=mean(generation.prompt_tokens for generation in generations),
-                stored_bytes=size,
-                first_token_ms=median(_first_token_ms(decoder, prompt) for prompt in prompts[:_TIMED_QUESTIONS]),
-            )
+def _compare(index: PassageIndex, corpus: Corpus, hits: list[list[Hit]]) -> list[DemoSystem]:
+    store, config = index.store, index.bundle.config
+    asked = [Question(tuple(h.text for h in f), q.text, q.answers) for q, f in zip(corpus.questions, hits, strict=True)]
+    decoder = Decoder(index.bundle, store, batch_size=len(asked))
+    prompts = Prompts(decoder, store, TEMPLATES[0], ids={hit.text: hit.id for found in hits for hit in found})
+    soft: list[Key] = [(DEFAULT, ratio) for ratio in sorted(config.ratios) if ratio <= _COARSEST]
+    sampling = Sampling(max_tokens=_ANSWER_TOKENS, extractive=config.extractive)
+    answers = answer_each(prompts, asked, [(FULL, None), *soft, (NONE, None)], sampling, None, progress=False)
+    sizes = {
+        FULL: sum(len(passage.text.encode()) for passage in corpus.passages),
+        DEFAULT: store.info().payload_bytes,
+        NONE: 0,
+    }
+    return [
+        DemoSystem(
+            label=f"compressed {ratio}x" if ratio else system,
+            ratio=ratio,
+            answers=tuple(given.texts),
+            scores=tuple(token_f1(text, q.answers) for text, q in zip(given.texts, asked, strict=True)),
+            prompt_tokens=mean(given.prompt_tokens),
+            stored_bytes=sizes[system],
+            first_token_ms=median(
+                _first_token_ms(decoder, prompts.make((system, ratio), q)) for q in asked[:_TIMED_QUESTIONS]
+            ),
         )
-    return systems
+        for (system, ratio), given in answers.items()
+    ]
 
 
 def _first_token_ms(decoder: Decoder, prompt: Sequence[Message]) -> float:

@@ -191,21 +191,11 @@ def open_index(
     device: str | None = None,
     dtype: str | None = None,
 ) -> PassageIndex:
-    """Open the index in a Chroma folder; mend it if a process was killed while it wrote.
+    """Open the index in a Chroma folder, or `create` one; mend it if a process was killed while it wrote.
 
-    Args:
-        folder: the folder.
-        bundle: a bundle's folder, shipped name or hub id; None takes the index's own, or for a new index the shipped
-            one that reads English.
-        codec: codec of a new store.
-        create: make the folder if there is none.
-        embedder: a sentence-transformers model, by folder or hub id; None takes the index's own, or the packaged
-            MiniLM.
-        device: see `Bundle.from_pretrained`.
-        dtype: see `Bundle.from_pretrained`.
-
-    Raises:
-        StoreError: there is no index, or it was made with another embedder.
+    Bundle and embedder (a sentence-transformers model) are folders, hub ids or names of what is shipped; None takes the
+    index's own, or for a new index the shipped bundle that reads English, and the packaged MiniLM. An index of another
+    embedder is refused. `codec` is for a new index; `device` and `dtype` are those of `Bundle.from_pretrained`.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
 
@@ -232,16 +222,14 @@ def open_index(
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What is in an index: the store's figures, the addresses of bundle and embedder, the number of sources.
-
-    `orphans` are ids of soft contexts whose passage is not, or was not, in the index: another program removed it, or a
-    postprocessor compressed a text under another id.
-    """
+    """What is in an index."""
 
     store: StoreInfo
-    bundle_name: str
+    bundle_name: str  # its address, and the embedder's
     embedder: str
-    sources: int
+    sources: int  # how many
+    # Ids of soft contexts whose passage is not, or was not, in the index: another program removed it, or a
+    # postprocessor compressed a text under another id.
     orphans: list[str]
 
 

@@ -87,19 +87,12 @@ def current_scope() -> str | None:
 
 @dataclass(frozen=True)
 class Marker:
-    """A marker with a valid signature.
+    """A marker with a valid signature."""
 
-    Attributes:
-        id: its 20 letters.
-        slots: how many places it takes in the prompt.
-        scope: the tenant or user that it was signed for.
-        text: the whole marker, as found.
-    """
-
-    id: str
-    slots: int
+    id: str  # its 20 letters
+    slots: int  # how many places it takes in the prompt
     scope: str = field(default=DEFAULT_SCOPE, compare=False)
-    text: str = field(default="", compare=False)
+    text: str = field(default="", compare=False)  # the whole marker, as found
 
     @property
     def passage(self) -> str:
