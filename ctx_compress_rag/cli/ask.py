@@ -69,13 +69,15 @@ def ask(
         from ctx_compress_rag.decoding.decoder import Decoder, quotes
         from ctx_compress_rag.decoding.sampling import Sampling
         from ctx_compress_rag.indexing.retrieval import Retrieval
+        from ctx_compress_rag.marking.mark import Marking
 
         config, options = opened.bundle.config, shared.engine_options(engine, server_key)
         decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:
             extractive = quotes(opened.bundle, engine)
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
-        retrieval = Retrieval(opened, k, ratio, token_budget, text_share, as_text=text, template=template)
+        marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
+        retrieval = Retrieval(opened, k, marking, template)
         for each in _asked() if question is None else [question]:
             prompt, sources = retrieval.ask([{"role": "user", "content": each}])
             _print(decoder.stream(prompt, sampling), sources, "Quoted" if extractive else "Free answer")

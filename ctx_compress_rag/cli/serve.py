@@ -76,6 +76,7 @@ def serve(
     from ctx_compress_rag.decoding.decoder import Decoder, check_options, quotes
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.indexing.retrieval import Retrieval
+    from ctx_compress_rag.marking.mark import Marking
     from ctx_compress_rag.server import run
     from ctx_compress_rag.server.api_keys import find_keys
     from ctx_compress_rag.server.app import create_app
@@ -97,7 +98,7 @@ def serve(
             index = stack.enter_context(open_index(store, bundle, device=device, dtype=dtype))
             served, opened = index.bundle, index.store
             if retrieve is not None:
-                retrieval = Retrieval(index, retrieve, extractive=quotes(served, engine))
+                retrieval = Retrieval(index, retrieve, Marking(opened), extractive=quotes(served, engine))
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:

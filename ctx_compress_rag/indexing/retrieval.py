@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ctx_compress_rag.indexing.index import PassageIndex
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
@@ -15,14 +15,11 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How many passages are retrieved for a question, and how the decoder is shown them: see `marking.mark.mark`."""
+    """How many passages are retrieved for a question, and how the decoder is shown them."""
 
     index: PassageIndex
     k: int
-    ratio: int | None = None
-    token_budget: int | None = None
-    text_share: float | None = None
-    as_text: bool = False  # show the passages' whole text
+    marking: Marking | None  # None shows the passages' whole text
     template: str | None = None  # in place of the bundle's
     extractive: bool = False  # whether a server's answers quote, unless a request says otherwise or asks for JSON
 
@@ -41,18 +38,9 @@ class Retrieval:
         question, store = last["content"], self.index.store
         [hits] = self.index.search([question], self.k)
         shown = [hit.text for hit in hits]
-        if not self.as_text:
-            shown = mark(
-                store,
-                shown,
-                [hit.id for hit in hits],
-                ratio=self.ratio,
-                token_budget=self.token_budget,
-                text_share=self.text_share,
-                scores=[hit.similarity for hit in hits],
-                scope=scope,
-                question=question,
-            )
+        if self.marking is not None:
+            ids, scores = [hit.id for hit in hits], [hit.similarity for hit in hits]
+            shown = [each.shown for each in replace(self.marking, scope=scope).mark(shown, ids, scores, question)]
         sources = []
         for hit, each in zip(hits, shown, strict=True):
             parts = store.split(each, scope, "text")
