@@ -15,8 +15,9 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answering import DEFAULT, FULL, NONE, Key, Prompts, answer_each
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
-from ctx_compress_rag.indexing.index import Added, Hit, PassageIndex, open_index
+from ctx_compress_rag.indexing.index import Hit, PassageIndex, open_index
 from ctx_compress_rag.prompt import Message
+from ctx_compress_rag.store import AddReport
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 
@@ -49,7 +50,7 @@ class DemoSystem:
 class DemoReport:
     """What the demo found."""
 
-    stored: Added
+    stored: AddReport
     retrieved: int  # for how many of the questions retrieval found the passage needed
     systems: list[DemoSystem]  # full text, what the bundle shows by default at each ratio, finest first, no context
     tables: str
@@ -70,13 +71,13 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
     )
 
 
-def _add(index: PassageIndex, corpus: Corpus, progress: bool) -> Added:
+def _add(index: PassageIndex, corpus: Corpus, progress: bool) -> AddReport:
     added = unchanged = 0
     with tqdm(total=len(corpus.passages), desc="indexing", unit="passage", disable=not progress) as bar:
         for part in index.add(corpus.passages):
             added, unchanged = added + part.added, unchanged + part.unchanged
-            bar.update(sum(part))
-    return Added(added, unchanged)
+            bar.update(part.added + part.unchanged)
+    return AddReport(added, 0, unchanged)
 
 
 def _compare(index: PassageIndex, corpus: Corpus, hits: list[list[Hit]]) -> list[DemoSystem]:

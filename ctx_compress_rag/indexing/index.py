@@ -14,12 +14,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
-from ctx_compress_rag.store import Passage, SoftContextStore, StoreInfo
+from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_database
 from ctx_compress_rag.store.collection import Collection, Row, pages
 from ctx_compress_rag.store.connect import check_name, connect
@@ -40,13 +40,6 @@ EMBEDDER_KEY = "ctx_embedder"
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _LOOKED_UP = 250
 """How many passages are looked up together: as many as Chroma answers in one query."""
-
-
-class Added(NamedTuple):
-    """How many passages were compressed and stored now, and how many were stored before."""
-
-    added: int
-    unchanged: int
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:
@@ -103,7 +96,7 @@ class PassageIndex:
         self._passages = PassageCollection(place, COLLECTION, _COSINE, about)
         self.interrupted = self._passages.interrupted()
 
-    def add(self, passages: Iterable[Passage]) -> Iterator[Added]:
+    def add(self, passages: Iterable[Passage]) -> Iterator[AddReport]:
         """Store the passages that are missing; yield counts, batch by batch, once a batch is on disk.
 
         At most 250 passages are in memory at a time. After an interruption the same call resumes. A passage that then
@@ -112,14 +105,14 @@ class PassageIndex:
         stream = iter(passages)
         while group := list(islice(stream, _LOOKED_UP)):
             missing = {str(passage.id): passage for passage in self._missing(group)}
-            yield Added(0, len(group) - len(missing))
+            yield AddReport(0, 0, len(group) - len(missing))
             for batch in passage_batches(missing):
                 texts = [passage.text for passage in batch.values()]
                 vectors: Any = passage_vectors(texts, self.embedder)
                 metadatas = [dict(passage.metadata) for passage in batch.values()]
                 self._passages.upsert(list(batch), vectors, metadatas, texts)
                 self.store.add(batch.values(), progress=False)
-                yield Added(len(batch), 0)
+                yield AddReport(len(batch), 0, 0)
 
     def _missing(self, passages: Sequence[Passage]) -> list[Passage]:
         ids = [str(passage.id) for passage in passages]

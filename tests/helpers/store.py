@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.crashes.words import WordBundle, passage, word_vectors
+from benchmarks.crashes.words import WordBundle, passage
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import AddReport, SoftContextStore
 
@@ -13,7 +13,7 @@ from ctx_compress_rag.store import SoftContextStore
 """
 """The beginning of a program for `helpers.forked`."""
 
-__all__ = ["WRITE", "WordBundle", "add", "assert_same", "passage", "word_vectors"]
+__all__ = ["WRITE", "WordBundle", "add", "assert_same", "passage"]
 
 
 def assert_same(actual: SoftContext | None, expected: SoftContext, tolerance: float = 0.01) -> None:
