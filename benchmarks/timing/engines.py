@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import mean, median
 
+from tqdm.auto import tqdm
+
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.evaluation import report
@@ -20,6 +22,7 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import token_f1
 
 Chat = Sequence[Message]
+_AT_ONCE = 16  # questions between two steps of the progress bar
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ def compare_answers(
     for question in questions:
         store.ensure(list(question.passages))
     chats = [prompt_of(template, mark(store, q.passages, ratio=ratio), q.question) for q in questions]
-    given = {name: decoder.generate(chats, sampling) for name, decoder in decoders.items()}
+    given: dict[str, list[Generation]] = {name: [] for name in decoders}
+    with tqdm(total=len(decoders) * len(chats), desc="answering", unit="answer") as bar:
+        for name, decoder in decoders.items():
+            for start in range(0, len(chats), _AT_ONCE):
+                given[name] += decoder.generate(chats[start : start + _AT_ONCE], sampling)
+                bar.update(len(given[name]) - start)
     first = next(iter(given.values()))
     truth = [token_f1(answer.text, q.answers) for answer, q in zip(first, questions, strict=True)]
     found = {}

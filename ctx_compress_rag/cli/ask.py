@@ -45,7 +45,6 @@ def ask(
     text_share: shared.TextShare = None,
     k: shared.Retrieved = 4,
     text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
-    template: shared.Template = None,
     max_tokens: shared.AnswerTokens = None,
     extractive: shared.Extractive = None,
     device: shared.Device = None,
@@ -63,7 +62,6 @@ def ask(
         raise ConfigError("the question is empty: ask something")
     shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
     shared.check_apart(text_share=text_share, text=text)
-    shared.check_template(template)
     shared.quiet_models()
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes
@@ -77,7 +75,7 @@ def ask(
             extractive = quotes(opened.bundle, engine)
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
         marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
-        retrieval = Retrieval(opened, k, marking, template)
+        retrieval = Retrieval(opened, k, marking)
         for each in _asked() if question is None else [question]:
             prompt, sources = retrieval.ask([{"role": "user", "content": each}])
             _print(decoder.stream(prompt, sampling), sources, "Quoted" if extractive else "Free answer")

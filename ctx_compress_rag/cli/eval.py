@@ -35,7 +35,6 @@ def eval_(
     no_extraction: Annotated[
         bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: best sentences, and mixes with them.")
     ] = False,
-    template: shared.Template = None,
     max_tokens: shared.AnswerTokens = None,
     extractive: shared.Extractive = None,
     batch_size: shared.BatchSize = 16,
@@ -61,7 +60,6 @@ def eval_(
     new_figure(1, 1)  # report a missing package before the work starts
     if not no_extraction:
         sentences("")
-    shared.check_template(template)
     if codec is not None:
         check_codec(codec)
     shared.quiet_models()
@@ -74,7 +72,6 @@ def eval_(
         output,
         sentences=not no_extraction,
         codec=codec,
-        template=template,
         max_tokens=max_tokens,
         extractive=extractive,
         batch_size=batch_size,

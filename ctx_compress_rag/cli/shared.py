@@ -24,13 +24,6 @@ OwnBundle = Annotated[
         help="A bundle's folder, hub id or shipped name.  [default: the index's own, else smollm2-135m]",
     ),
 ]
-Template = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="Prompt with {context} and {question}; what precedes ||| is the system message.  [default: the bundle's]",
-    ),
-]
 AnswerTokens = Annotated[
     int | None,
     typer.Option(
@@ -101,12 +94,6 @@ def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
     """Options of an engine, without those that were not given; the key is for servers alone."""
     key = server_key if engine.startswith("http") else None
     return {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
-
-
-def check_template(template: str | None) -> None:
-    """Refuse a prompt that has no place for the passages or the question."""
-    if template is not None and not ("{context}" in template and "{question}" in template):
-        raise ConfigError(f"--template {template!r} lacks {{context}} or {{question}}: add it")
 
 
 def quiet_models() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
-from ctx_compress_rag.decoding.structured import schema_text
+from ctx_compress_rag.decoding.structured import json_tokens, schema_text
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import check_known, explain
 
@@ -84,6 +85,16 @@ class Sampling(SamplingOptions):
             raise ConfigError("an extractive answer cannot be JSON of a schema: leave out extractive or json_schema")
         if self.top_logprobs and not self.logprobs:
             raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True: give both")
+
+
+def with_defaults(
+    given: Mapping[str, Any], config: BundleConfig, *, max_tokens: int, extractive: bool
+) -> dict[str, Any]:
+    """Options of `Sampling` with these defaults; JSON is no quotation, and short if the bundle quotes best."""
+    is_json = given.get("json_schema") is not None
+    if is_json and config.extractive:
+        max_tokens = min(max_tokens, json_tokens(config.name))
+    return {"max_tokens": max_tokens, "extractive": extractive and not is_json, **given}
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,6 @@ def agreement(
     ids: Mapping[str, str] | None = None,
     max_tokens: int | None = None,
     batch_size: int = 8,
-    progress: bool = True,
 ) -> list[Agreement]:
     """Answer each question from full text and from less; compare the answers.
 
@@ -85,7 +84,7 @@ def agreement(
     keys = keys_of([FULL, NONE, DEFAULT if several else SOFT, EXTRACTED], list(dict.fromkeys(ratios)))
     prompts = Prompts(Decoder(bundle, store, batch_size=batch_size), store, bundle.config.template, ids=ids or {})
     sampling = Sampling(max_tokens=max_tokens or bundle.config.answer_tokens, extractive=bundle.config.extractive)
-    answers = answer_each(prompts, questions, keys, sampling, None, progress)
+    answers = answer_each(prompts, questions, keys, sampling)
     full = answers.pop((FULL, None))
     whole = list(zip(questions, full.texts, full.prompt_tokens, strict=True))
     return [

@@ -54,7 +54,6 @@ class Asking(TypedDict, total=False):
     sentences: bool  # also score what needs MiniLM: best sentences, and `SEVERAL`; True by default
     shorteners: Mapping[str, Shortener]  # more baselines, by name
     codec: str | None
-    template: str | None  # see `text.templates`
     max_tokens: int | None
     extractive: bool | None  # each system's answers quote what it is given, text or the passages of its slots
     batch_size: int  # a server chooses its own
@@ -75,7 +74,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
         "engine": asking.get("engine", "transformers"),
         "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
         "questions_sha256": digest(questions),
-        "template": asking.get("template") or bundle.config.template,
+        "template": bundle.config.template,
         "max_tokens": asking.get("max_tokens") or bundle.config.answer_tokens,
         "extractive": bundle.config.extractive if (quoted := asking.get("extractive")) is None else quoted,
         "codec": asking.get("codec") or DEFAULT_CODEC,
@@ -99,7 +98,6 @@ def answer(
     systems: Sequence[str],
     *,
     log: str | Path | None = None,
-    progress: bool = True,
     **asking: Unpack[Asking],
 ) -> SystemAnswers:
     """Answer every question with each of `systems`: FULL, NONE, or one with a ratio, a shortener's name among them."""
@@ -110,7 +108,7 @@ def answer(
     answers: SystemAnswers = {}
     for group, prompts in each_store(bundle, questions, ratios, **asking):
         left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
-        answers |= answer_each(prompts, questions, keys_of(left, group), sampling, kept, progress)
+        answers |= answer_each(prompts, questions, keys_of(left, group), sampling, kept)
     return answers
 
 
@@ -138,8 +136,7 @@ def each_store(
                 options = {"api_key": asking.get("api_key")}
             decoder = Decoder(bundle, store, engine=engine, **options)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-            template = asking.get("template") or bundle.config.template
-            yield group, Prompts(decoder, store, template, asking.get("shorteners", {}))
+            yield group, Prompts(decoder, store, bundle.config.template, asking.get("shorteners", {}))
 
 
 @dataclass(frozen=True)
@@ -172,21 +169,16 @@ class Prompts:
         budget = self._budget(q, ratio)
         if system == EXTRACTED:
             return extract(self._sentences(q), self.decoder.preparer.token_ids, budget)
-        if system in SEVERAL:
-            return self._planned(system, q, ratio, budget)
-        tokenizer, budget = self.decoder.bundle.tokenizer, budget - self._separators(q)
-        if system == TRUNCATED:
-            return truncate(q.passages, tokenizer, budget)
-        return self.shorteners[system](q.passages, tokenizer, budget)
-
-    def _planned(self, system: str, q: Question, ratio: int, budget: int) -> list[str]:
-        """What the postprocessors make of the passages, or would with another option."""
         if system == DEFAULT:
             return self._marked(q.passages, q, ratio=ratio, scores=self._scores(q))
         if system == MIXED:
             return self._marked(q.passages, q, token_budget=budget, text_share=0.5, scores=self._scores(q))
-        best = q.passages[int(np.argmax(self._scores(q)))]
-        return self._marked([best], q, token_budget=budget, text_share=0)
+        if system == BEST:
+            best = q.passages[int(np.argmax(self._scores(q)))]
+            return self._marked([best], q, token_budget=budget, text_share=0)
+        separators = (len(q.passages) - 1) * len(self.decoder.preparer.token_ids(PASSAGE_SEPARATOR))
+        shorten = truncate if system == TRUNCATED else self.shorteners[system]
+        return shorten(q.passages, self.decoder.bundle.tokenizer, budget - separators)
 
     def _soft(self, q: Question, ratio: int) -> list[str]:
         return self._marked(q.passages, q, ratio=ratio, text_share=0)
@@ -199,9 +191,6 @@ class Prompts:
         if (q, ratio) not in self._budgets:
             self._budgets[q, ratio] = len(self.decoder.preparer.token_ids(_joined(self._soft(q, ratio))))
         return self._budgets[q, ratio]
-
-    def _separators(self, q: Question) -> int:
-        return (len(q.passages) - 1) * len(self.decoder.preparer.token_ids(PASSAGE_SEPARATOR))
 
     def _scores(self, q: Question) -> list[float]:
         """Cosine of the question with each passage, as a retriever would give it."""
@@ -220,13 +209,12 @@ def answer_each(
     questions: Sequence[Question],
     keys: Sequence[Key],
     sampling: Sampling,
-    log: AnswerLog | None,
-    progress: bool,
+    log: AnswerLog | None = None,
 ) -> SystemAnswers:
     """The answers of each system at its ratio, but for those that the log has."""
     answers: SystemAnswers = {}
     made: dict[str, tuple[str, int]] = {}  # several systems and ratios may make the same prompt
-    with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer", disable=not progress) as bar:
+    with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer") as bar:
         for key in keys:
             given = [] if log is None else log.given(*key)
             bar.update(len(given))

@@ -52,7 +52,6 @@ def evaluate(
     ratios: Sequence[int] | None = None,
     *,
     log: str | Path | None = None,
-    progress: bool = True,
     **asking: Unpack[Asking],
 ) -> list[Score]:
     """Score answers from full text, without context, and from the context shortened in each way.
@@ -63,7 +62,7 @@ def evaluate(
     has, for the same questions asked in the same way, are reused.
     """
     ratios, systems = ratios or bundle.config.ratios, systems_of(bundle, questions, **asking)
-    answers = answer(bundle, questions, ratios, systems, log=log, progress=progress, **asking)
+    answers = answer(bundle, questions, ratios, systems, log=log, **asking)
     return scores_of(questions, answers)
 
 
@@ -87,31 +86,28 @@ def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Sco
     said = {
         key: [t for t, q in zip(given.texts, questions, strict=True) if q.answers] for key, given in answers.items()
     }
-    rest = {
-        key: [declined(t) for t, q in zip(given.texts, questions, strict=True) if not q.answers]
-        for key, given in answers.items()
-    }
-    f1 = {key: each(token_f1, texts, asked) for key, texts in said.items()}
-    exact = {key: each(exact_match, texts, asked) for key, texts in said.items()}
-    contains = {key: each(contains_answer, texts, asked) for key, texts in said.items()}
-    full, none = f1[FULL, None], f1[NONE, None]
-    return [
-        Score(
-            system=key[0],
-            ratio=key[1],
-            exact_match=float(np.mean(exact[key])),
-            exact_match_error=standard_error(exact[key]),
-            f1=float(np.mean(f1[key])),
-            f1_error=standard_error(f1[key]),
-            contains=float(np.mean(contains[key])),
-            normalized=teacher_normalized(f1[key], none, full) if key[0] not in (FULL, NONE) else None,
-            prompt_tokens=float(np.mean(given.prompt_tokens)),
-            declined=float(np.mean(rest[key])) if rest[key] else None,
-            declined_error=standard_error(rest[key]) if len(rest[key]) > 1 else None,
-            wrongly_declined=float(np.mean([declined(text) for text in said[key]])),
+    full, none = (each(token_f1, said[system, None], asked) for system in (FULL, NONE))
+    scores = []
+    for key, texts in said.items():
+        f1, exact = each(token_f1, texts, asked), each(exact_match, texts, asked)
+        rest = [declined(t) for t, q in zip(answers[key].texts, questions, strict=True) if not q.answers]
+        scores.append(
+            Score(
+                system=key[0],
+                ratio=key[1],
+                exact_match=float(np.mean(exact)),
+                exact_match_error=standard_error(exact),
+                f1=float(np.mean(f1)),
+                f1_error=standard_error(f1),
+                contains=float(np.mean(each(contains_answer, texts, asked))),
+                normalized=teacher_normalized(f1, none, full) if key[0] not in (FULL, NONE) else None,
+                prompt_tokens=float(np.mean(answers[key].prompt_tokens)),
+                declined=float(np.mean(rest)) if rest else None,
+                declined_error=standard_error(rest) if len(rest) > 1 else None,
+                wrongly_declined=float(np.mean([declined(text) for text in texts])),
+            )
         )
-        for key, given in answers.items()
-    ]
+    return scores
 
 
 def table(scores: Sequence[Score]) -> str:

@@ -69,8 +69,7 @@ def evaluate_sets(
     """
     ratios = ratios or bundle.config.ratios
     untrained = [ratio for ratio in ratios if ratio not in bundle.config.ratios]
-    template, longest = asking.get("template"), asking.get("max_tokens")
-    fit = {name: fitting(bundle, asked, template, longest) for name, asked in sets.items()}
+    fit = {name: fitting(bundle, asked, asking.get("max_tokens")) for name, asked in sets.items()}
     for name, questions in fit.items():
         answered = sum(bool(q.answers) for q in questions)
         if answered < 2:
@@ -99,16 +98,10 @@ def evaluate_sets(
     return results
 
 
-def fitting(
-    bundle: Bundle, questions: Sequence[Question], template: str | None = None, max_tokens: int | None = None
-) -> list[Question]:
+def fitting(bundle: Bundle, questions: Sequence[Question], max_tokens: int | None = None) -> list[Question]:
     """The questions whose full text fits into the decoder's window with an answer."""
-    decoder = Decoder(bundle)
-    window = bundle.backbone.window
-    template = template or bundle.config.template
-    max_tokens = max_tokens or bundle.config.answer_tokens
-
-    def length(q: Question) -> int:
-        return decoder.preparer.count_chat_tokens(prompt_of(template, q.passages, q.question))
-
-    return [q for q in questions if window is None or length(q) + max_tokens <= window]
+    window, count = bundle.backbone.window, Decoder(bundle).preparer.count_chat_tokens
+    if window is None:
+        return list(questions)
+    most, template = window - (max_tokens or bundle.config.answer_tokens), bundle.config.template
+    return [q for q in questions if count(prompt_of(template, q.passages, q.question)) <= most]

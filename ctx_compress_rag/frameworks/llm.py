@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder, quotes
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
-from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
-from ctx_compress_rag.decoding.structured import json_tokens, schema_in
+from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, with_defaults
+from ctx_compress_rag.decoding.structured import schema_in
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_scope, scope
@@ -100,16 +100,13 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         Besides the options of an answer, a call may have OpenAI's `response_format`. Raises ConfigError for an unknown
         option, and for an impossible value.
         """
-        given = dict(given)
-        schema = schema_in(given.pop("response_format", None))
-        check_known(f"a call of {type(self).__name__}", given, OPTIONS)
-        chosen = {name: getattr(self, name) if given.get(name) is None else given[name] for name in OPTIONS}
-        if schema is not None and self._quotes_by_default and given.get("extractive") is None:
-            chosen["extractive"] = False
-            limit = json_tokens(self.store.bundle.config.name)
-            if "max_tokens" not in self.model_fields_set and given.get("max_tokens") is None:
-                chosen["max_tokens"] = limit
-        return Sampling(json_schema=schema, **chosen)
+        chosen = {name: value for name, value in given.items() if value is not None}
+        schema = schema_in(chosen.pop("response_format", None))
+        check_known(f"a call of {type(self).__name__}", given, (*OPTIONS, "response_format"))
+        own = self.model_fields_set - ({"extractive"} if self._quotes_by_default else set())
+        chosen = {name: getattr(self, name) for name in OPTIONS if name in own} | chosen | {"json_schema": schema}
+        config = cast(Bundle, self.store.bundle).config
+        return Sampling(**with_defaults(chosen, config, max_tokens=self.max_tokens, extractive=self.extractive))
 
     @property
     def decoder(self) -> Decoder:

@@ -20,7 +20,6 @@ class Retrieval:
     index: PassageIndex
     k: int
     marking: Marking | None  # None shows the passages' whole text
-    template: str | None = None  # in place of the bundle's
     extractive: bool = False  # whether a server's answers quote, unless a request says otherwise or asks for JSON
 
     def is_question(self, chat: Sequence[Message], scope: str | None) -> bool:
@@ -52,5 +51,5 @@ class Retrieval:
                 }
             )
         context = PASSAGE_SEPARATOR.join(filter(None, shown))
-        *system, asked = messages(self.template or self.index.bundle.config.template, context, question)
+        *system, asked = messages(self.index.bundle.config.template, context, question)
         return [*system, *earlier, asked], sources

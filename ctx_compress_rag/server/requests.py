@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions
-from ctx_compress_rag.decoding.structured import json_tokens, schema_in
+from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, with_defaults
+from ctx_compress_rag.decoding.structured import schema_in
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError
@@ -127,13 +127,9 @@ class Generate(_Request, SamplingOptions):
         """How to answer, within the server's limits; `extractive` is the default for answers that are not JSON."""
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
-        is_json = "json_schema" in given
-        given.setdefault("extractive", extractive and not is_json)
-        default = limits.answer_tokens
-        if is_json and config.extractive:
-            default = min(default, json_tokens(config.name))
-        given["max_tokens"] = min(given.get("max_tokens", default), limits.longest_answer or sys.maxsize)
-        return Sampling(**given)
+        options = with_defaults(given, config, max_tokens=limits.answer_tokens, extractive=extractive)
+        options["max_tokens"] = min(options["max_tokens"], limits.longest_answer or sys.maxsize)
+        return Sampling(**options)
 
     def _own_options(self) -> dict[str, Any]:
         """Options that a kind of request gives in a form of its own."""

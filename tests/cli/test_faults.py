@@ -95,7 +95,6 @@ def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: An
     [
         (["ask", "x", "--ratio", 8, "--token-budget", 12], "--ratio and --token-budget"),
         (["ask", "x", "--ratio", 8, "--text"], "--ratio and --text"),
-        (["ask", "x", "--template", "{question}"], "--template"),
         (["index", "--collection", "docs", "--embedder", "minilm"], "--collection and --embedder"),
         (["index", "--collection", "docs", "--prune"], "--collection and --prune"),
         (["index", "--collection", "docs", "--chunk-tokens", 64], "--collection and --chunk-tokens"),

@@ -42,7 +42,7 @@ def test_answers_are_those_asked_one_by_one(
     bundle, encoder = talkative, load_minilm()
     monkeypatch.setattr(bundle, "config", bundle.config.model_copy(update={"text_share": share}))
     with SoftContextStore(tmp_path, bundle) as store:
-        compared = agreement(store, ASKED, RATIOS, max_tokens=TOKENS, batch_size=2, progress=False)
+        compared = agreement(store, ASKED, RATIOS, max_tokens=TOKENS, batch_size=2)
         decoder = Decoder(bundle, store)
 
         def ask(q: Question, texts: Any) -> Any:
@@ -75,7 +75,7 @@ def test_passages_are_found_by_their_ids(talkative: Any, tmp_path: Path) -> None
     ids = dict(zip(PASSAGES, "abc", strict=True))
     with SoftContextStore(tmp_path, talkative) as store:
         store.add(PASSAGES, list(ids.values()), progress=False)
-        agreement(store, ASKED, [8], ids=ids, max_tokens=1, progress=False)
+        agreement(store, ASKED, [8], ids=ids, max_tokens=1)
         assert sorted(store.ids()) == ["a", "b", "c"]
 
 
@@ -84,7 +84,7 @@ def test_by_default_the_ratios_that_the_store_serves(
 ) -> None:
     def ratios(name: str, bundle: Any, ratio: int | None) -> list[int | None]:
         with SoftContextStore(tmp_path / name, bundle, ratio=ratio) as store:
-            found = agreement(store, ASKED[1:2], max_tokens=1, progress=False)
+            found = agreement(store, ASKED[1:2], max_tokens=1)
             return [each.ratio for each in found if each.system == SOFT]
 
     assert ratios("nestable", talkative, None) == [4, 8, 16]

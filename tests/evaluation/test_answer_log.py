@@ -79,7 +79,7 @@ def test_an_interrupted_run_continues_from_its_answers(
 def test_answers_of_another_run_are_not_taken(tiny_bundle: Any, asked: Asked, tmp_path: Path) -> None:
     log = tmp_path / "answers.jsonl"
     scored(tiny_bundle, QUESTIONS, log)
-    for others, options in ((QUESTIONS[:4], {}), (QUESTIONS, {"template": "{context} {question}"}), (QUESTIONS, {})):
+    for others, options in ((QUESTIONS[:4], {}), (QUESTIONS, {"extractive": True}), (QUESTIONS, {})):
         asked.calls = 0
         scored(tiny_bundle, others, log, **options)
         assert asked.calls == 6 * -(-len(others) // AT_ONCE)

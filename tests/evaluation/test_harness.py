@@ -33,7 +33,7 @@ QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)
 
 @pytest.fixture(scope="module")
 def scores(tiny_bundle: Any) -> Any:
-    options: dict[str, Any] = {"max_tokens": 6, "batch_size": 2, "progress": False}
+    options: dict[str, Any] = {"max_tokens": 6, "batch_size": 2}
     return evaluate(tiny_bundle, QUESTIONS, (4, 16), sentences=False, **options)
 
 
@@ -101,17 +101,17 @@ def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any, monkeypatch:
     monkeypatch.setattr(Decoder, "generate", noted)
     for _, prompts in each_store(tiny_bundle, QUESTIONS, (8,)):
         keys = [(SOFT, 8), (BEST, 8), (DEFAULT, 8)]
-        together = answer_each(prompts, QUESTIONS, keys, Sampling(max_tokens=4), None, False)
+        together = answer_each(prompts, QUESTIONS, keys, Sampling(max_tokens=4))
         assert len(asked) == len(set(asked)) < 3 * len(QUESTIONS)
         for key in keys:
-            assert together[key] == answer_each(prompts, QUESTIONS, [key], Sampling(max_tokens=4), None, False)[key]
+            assert together[key] == answer_each(prompts, QUESTIONS, [key], Sampling(max_tokens=4))[key]
 
 
 def test_the_engine_is_the_one_that_is_asked_for(tiny_bundle: Any) -> None:
     with pytest.raises(ConfigError, match="'nowhere'"):
-        evaluate(tiny_bundle, QUESTIONS, (4,), engine="nowhere", sentences=False, progress=False)
+        evaluate(tiny_bundle, QUESTIONS, (4,), engine="nowhere", sentences=False)
 
 
 def test_by_default_the_ratios_that_the_bundle_was_trained_for(tiny_bundle: Any) -> None:
-    scored = evaluate(tiny_bundle, QUESTIONS[:2], sentences=False, max_tokens=1, progress=False)
+    scored = evaluate(tiny_bundle, QUESTIONS[:2], sentences=False, max_tokens=1)
     assert [s.ratio for s in scored if s.system == SOFT] == tiny_bundle.config.ratios

@@ -154,7 +154,7 @@ def test_training_and_asking_give_the_decoder_the_same(
 
 def test_every_budget_is_what_close_reading_takes(bundle: Bundle) -> None:
     questions = [Question(tuple(PASSAGES), q, ("Oda Brink",)) for q in (QUESTION, "Who was a mason?")]
-    options: dict[str, Any] = {"sentences": False, "codec": "fp16", "max_tokens": 2, "progress": False}
+    options: dict[str, Any] = {"sentences": False, "codec": "fp16", "max_tokens": 2}
     scores = evaluate(bundle, questions, (2, 4, 3), **options)
     by = {(s.system, s.ratio): s.prompt_tokens for s in scores}
     assert list(by) == [(FULL, None), (NONE, None), *[(s, r) for r in (2, 4, 3) for s in (SOFT, TRUNCATED)]]
