@@ -21,7 +21,6 @@ def agree(
     bundle: shared.OwnBundle = None,
     ratios: shared.Ratios = None,
     k: shared.Retrieved = 4,
-    worst: Annotated[int, typer.Option(metavar="N", min=0, help="Differing answers to show.")] = 5,
     output: shared.Output = "ctx-compress-agree",
 ) -> None:
     """Compare answers from slots and from text.
@@ -50,7 +49,7 @@ def agree(
         name = index.bundle.config.name
     agreement.save(compared, output)
     print(agreement.table(compared))
-    if differing := agreement.worst(compared, worst):
+    if differing := agreement.worst(compared):
         print(f"\nanswers that differ at the finest ratios:\n\n{agreement.as_text(differing)}")
     print(f"\n{name}: {len(asked)} questions from {Path(questions).name}; all answers are in {output}")
     print(f"\n{agreement.advice(compared)}")

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ctx_compress_rag.evaluation.questions import Question
+
 
 class AnswerLog:
     """A JSONL file: a line that says what answers depend on (`about`), then a line for each answer.
@@ -16,7 +18,7 @@ class AnswerLog:
     as after a deleted line or a second process, its answers are given again.
     """
 
-    def __init__(self, file: str | Path, about: Mapping[str, Any], questions: Sequence[str]) -> None:
+    def __init__(self, file: str | Path, about: Mapping[str, Any], questions: Sequence[Question]) -> None:
         self._file = Path(file)
         self._given: dict[tuple[str, int | None], list[tuple[str, int]]] = defaultdict(list)
         head = json.dumps({"run": about}, ensure_ascii=False)
@@ -29,7 +31,7 @@ class AnswerLog:
             try:
                 row = json.loads(line if line.endswith("\n") else "")
                 given, answer = self._given[row["system"], row["ratio"]], (row["answer"], row["prompt_tokens"])
-                fits = row["question"] == questions[len(given)]
+                fits = row["question"] == questions[len(given)].question
             except (ValueError, TypeError, LookupError):
                 continue  # cut off when the run was interrupted, damaged, or of a question too many
             if fits:
@@ -38,22 +40,16 @@ class AnswerLog:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text("".join(kept), encoding="utf-8")
 
-    def given(self, system: str, ratio: int | None) -> list[tuple[str, int]]:
-        """A system's answers so far, in the questions' order, each with the number of its prompt's tokens."""
-        return list(self._given[system, ratio])
+    def given(self, key: tuple[str, int | None]) -> list[tuple[str, int]]:
+        """A system's answers at a ratio so far, in the questions' order, each with its prompt's number of tokens."""
+        return list(self._given[key])
 
-    def add(
-        self,
-        system: str,
-        ratio: int | None,
-        asked: Sequence[tuple[str, Sequence[str]]],
-        given: Sequence[tuple[str, int]],
-    ) -> None:
-        """Append a system's answers to the next questions, each with its accepted answers; `given` is as above."""
+    def add(self, key: tuple[str, int | None], asked: Sequence[Question], given: Sequence[tuple[str, int]]) -> None:
+        """Append a system's answers to the next questions; `given` is as above."""
         rows = [
-            {"system": system, "ratio": ratio, "question": question, "accepted": list(accepted)}
+            {"system": key[0], "ratio": key[1], "question": q.question, "accepted": list(q.answers)}
             | {"answer": answer, "prompt_tokens": tokens}
-            for (question, accepted), (answer, tokens) in zip(asked, given, strict=True)
+            for q, (answer, tokens) in zip(asked, given, strict=True)
         ]
         with self._file.open("a", encoding="utf-8") as out:
             out.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)

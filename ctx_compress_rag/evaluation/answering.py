@@ -104,7 +104,7 @@ def answer(
     check_ratios(bundle, ratios)
     about = conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
-    kept = None if log is None else AnswerLog(log, about, [q.question for q in questions])
+    kept = None if log is None else AnswerLog(log, about, questions)
     answers: SystemAnswers = {}
     for group, prompts in each_store(bundle, questions, ratios, **asking):
         left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
@@ -216,7 +216,7 @@ def answer_each(
     made: dict[str, tuple[str, int]] = {}  # several systems and ratios may make the same prompt
     with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer") as bar:
         for key in keys:
-            given = [] if log is None else log.given(*key)
+            given = [] if log is None else log.given(key)
             bar.update(len(given))
             for start in range(len(given), len(questions), _AT_ONCE):
                 asked = questions[start : start + _AT_ONCE]
@@ -226,7 +226,7 @@ def answer_each(
                     made[prompt] = (g.text.strip(), g.prompt_tokens)
                 new = [made[prompt] for prompt, _ in chats]
                 if log is not None:
-                    log.add(*key, [(q.question, q.answers) for q in asked], new)
+                    log.add(key, asked, new)
                 given += new
                 bar.update(len(new))
             answers[key] = Answers(

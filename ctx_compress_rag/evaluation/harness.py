@@ -50,20 +50,16 @@ def evaluate(
     bundle: Bundle,
     questions: Sequence[Question],
     ratios: Sequence[int] | None = None,
-    *,
-    log: str | Path | None = None,
     **asking: Unpack[Asking],
 ) -> list[Score]:
     """Score answers from full text, without context, and from the context shortened in each way.
 
     Soft contexts take the path that they take in an application: a store, its codec, markers and the splice.
     Whatever else is scored gets prompts of as many tokens for each question, and is read by the same decoder. The
-    default ratios are those the bundle was trained for. `log` is a JSONL file that keeps the answers; those that it
-    has, for the same questions asked in the same way, are reused.
+    default ratios are those the bundle was trained for.
     """
     ratios, systems = ratios or bundle.config.ratios, systems_of(bundle, questions, **asking)
-    answers = answer(bundle, questions, ratios, systems, log=log, **asking)
-    return scores_of(questions, answers)
+    return scores_of(questions, answer(bundle, questions, ratios, systems, **asking))
 
 
 def systems_of(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[Asking]) -> list[str]:
@@ -139,4 +135,4 @@ def save(scores: Sequence[Score], text: str, folder: str | Path, about: dict[str
     ]
     levels = {s.system: s.f1 for s in scores if s.ratio is None}
     title = f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
-    plot_scores(folder / "scores.png", curves, levels, title=title)
+    plot_scores(folder / "scores.png", curves, levels, title)

@@ -27,15 +27,8 @@ class Curve:
     points: Sequence[tuple[float, float, float]]
 
 
-def plot_scores(
-    path: str | Path,
-    curves: Sequence[Curve],
-    levels: Mapping[str, float],
-    *,
-    ylabel: str = "answer F1",
-    title: str | None = None,
-) -> Path:
-    """Save score against compression ratio as a PNG.
+def plot_scores(path: str | Path, curves: Sequence[Curve], levels: Mapping[str, float], title: str = "") -> Path:
+    """Save answer F1 against compression ratio as a PNG.
 
     The first of `curves` is what the plot is about; five can be told apart. `levels` are scores that have no ratio
     (full text, no context), drawn as horizontal lines.
@@ -44,9 +37,8 @@ def plot_scores(
     axes = figure.subplots()
     draw(axes, curves, levels, sorted({ratio for curve in curves for ratio, _, _ in curve.points}))
     axes.set_xlabel(XLABEL)
-    axes.set_ylabel(ylabel)
-    if title:
-        axes.set_title(title, loc="left", fontsize=11)
+    axes.set_ylabel("answer F1")
+    axes.set_title(title, loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return save(figure, path)
 

@@ -206,6 +206,4 @@ def _explained(request: Request, error: Exception) -> Exception:
         return RequestError(error.status_code, f"{asked[:80]!r} is not served here: there are {served}")
     if isinstance(error, HTTPException) and error.status_code == 400:
         return RequestError(400, "the body cannot be read as JSON: send UTF-8, not nested deeply")
-    if isinstance(error, HTTPException):
-        return RequestError(error.status_code, str(error.detail))
     return error

@@ -5,7 +5,6 @@ uvicorn has no limit for the time that a request's head takes, and its limit of 
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import h11
@@ -20,8 +19,6 @@ class LimitedProtocol(H11Protocol):
 
     head_seconds = 20.0  # that a request's head may take
     most = 1024  # connections; one more closes that which has been silent for longest
-    _deadline: asyncio.TimerHandle | None = None
-    _heard = 0.0
 
     def connection_made(self, transport: Any) -> None:
         """Make room for it, and wait for a request's head."""
@@ -38,15 +35,10 @@ class LimitedProtocol(H11Protocol):
         super().data_received(data)
         self._heard = self.loop.time()
         if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()
-        elif self._deadline is None:
+            self._deadline.cancel()
+        elif self._deadline.cancelled():
             self._deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._deadline.cancel()
         super().connection_lost(exc)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None

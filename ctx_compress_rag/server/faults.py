@@ -10,7 +10,6 @@ from ctx_compress_rag.errors import (
     DecoderMemoryError,
     MissingPassageError,
     ServerError,
-    StoreLockedError,
     StoreWriteError,
     UnreadableMarkerError,
 )
@@ -51,7 +50,7 @@ def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
         case ServerError():
             logger.error("the decoder's server: %s", error)
             return 502, fault("the server that runs the decoder failed to answer: try again", "server_error")
-        case StoreLockedError() | StoreWriteError():
+        case StoreWriteError():
             logger.error("the store cannot be written: %s", error)
             return 503, fault("the store cannot be written to now: try again later", "server_error")
     logger.error("a request failed", exc_info=error)

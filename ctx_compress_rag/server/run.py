@@ -19,7 +19,6 @@ with needs("serve"):
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. A client that reuses a connection may send a request just as it closes,
 and loses the request: the shorter this time, the more often."""
-_BACKLOG = 2048
 
 
 def listen(host: str, port: int, guarded: bool) -> socket.socket:
@@ -28,7 +27,7 @@ def listen(host: str, port: int, guarded: bool) -> socket.socket:
         raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
 

@@ -92,7 +92,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(generate_from_stream(self._stream(messages, stop, **kwargs)))
+        return generate_from_stream(self._stream(messages, stop, **kwargs))
 
     async def _agenerate(
         self,
@@ -103,10 +103,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     ) -> ChatResult:
         # A stream can be stopped, a call in a thread cannot: stream, so that a canceled task frees the decoder.
         async with aclosing(self._astream(messages, stop, **kwargs)) as chunks:  # type: ignore[type-var]
-            return self._result(await agenerate_from_stream(chunks))
-
-    def _result(self, done: ChatResult) -> ChatResult:
-        return ChatResult(generations=done.generations, llm_output={"model_name": self.model_name})
+            return await agenerate_from_stream(chunks)
 
     def _stream(
         self,

@@ -1,13 +1,11 @@
 """Runs commands, and keeps what they print."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ctx_compress_rag.cli import main
-from helpers.cli import save_bundle, write_docs
+from helpers.cli import write_docs
 
 
 class Run:
@@ -33,11 +31,6 @@ class Run:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return Run(capsys)
-
-
-@pytest.fixture(scope="session")
-def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bundle(make_tiny_bundle(), tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture(scope="session")

@@ -87,11 +87,11 @@ def test_answers_of_another_run_are_not_taken(tiny_bundle: Any, asked: Asked, tm
 
 def test_any_text_is_read_back(tmp_path: Path) -> None:
     odd = ["two\nlines", "\u2028\x85\x0b\x1c", "", "{}", "🦀 \r"]
-    asked = ["\u2029?"] * len(odd)
+    asked = [Question((), "\u2029?", tuple(odd))] * len(odd)
     log = AnswerLog(tmp_path / "log", {"run": 1}, asked)
-    log.add(FULL, None, [(question, odd) for question in asked], [(text, 7) for text in odd])
-    assert AnswerLog(tmp_path / "log", {"run": 1}, asked).given(FULL, None) == [(text, 7) for text in odd]
-    assert AnswerLog(tmp_path / "log", {"run": 2}, asked).given(FULL, None) == []
+    log.add((FULL, None), asked, [(text, 7) for text in odd])
+    assert AnswerLog(tmp_path / "log", {"run": 1}, asked).given((FULL, None)) == [(text, 7) for text in odd]
+    assert AnswerLog(tmp_path / "log", {"run": 2}, asked).given((FULL, None)) == []
 
 
 @pytest.mark.parametrize("change", ["a line is deleted", "lines are there twice", "a line is damaged"])

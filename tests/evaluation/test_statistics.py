@@ -16,14 +16,6 @@ def test_standard_error_is_that_of_the_mean(scores: list[float]) -> None:
     assert standard_error(scores) == pytest.approx(statistics.stdev(scores) / math.sqrt(len(scores)), abs=1e-12)
 
 
-def test_normalized_score_is_the_papers_formula() -> None:
-    compressed, nothing, full = [0.8, 0.6, 1.0, 0.4] * 10, [0.2, 0.0, 0.1, 0.1] * 10, [1.0, 0.8, 1.0, 0.6] * 10
-    share = teacher_normalized(compressed, nothing, full)
-    assert share is not None
-    assert share.value == pytest.approx((0.7 - 0.1) / (0.85 - 0.1))
-    assert share.low < share.value < share.high
-
-
 @settings(deadline=None)
 @given(st.floats(0, 1), st.lists(st.integers(1, 4), min_size=5, max_size=20))
 def test_a_share_kept_of_every_question_has_an_exact_interval(share: float, worth: list[int]) -> None:

@@ -13,8 +13,10 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.errors import DecoderMemoryError, ServerError, StoreWriteError
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
+from ctx_compress_rag.server.faults import as_fault
 from ctx_compress_rag.server.guard import Limits
 from ctx_compress_rag.store import SoftContextStore
 from helpers.langchain import TEXTS
@@ -239,3 +241,16 @@ def test_faults_of_the_server_are_not_explained_to_clients(url: str, store: Soft
                 ask(stream)
             assert "secret" not in str(caught.value)
     ask(stream=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (DecoderMemoryError("use fewer passages"), 503),
+        (StoreWriteError("/secret/path is full"), 503),
+        (ServerError("http://secret:8000 is gone"), 502),
+    ],
+)
+def test_what_may_work_later_has_a_status_that_says_so(error: Exception, status: int) -> None:
+    given, body = as_fault(error)
+    assert given == status and body["error"]["type"] == "server_error" and "secret" not in str(body)

@@ -81,7 +81,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Sizes and name of the decoder; the window without the positions that an adaptation takes."""
+        """Sizes and name of the decoder."""
         bundle = self._bundle
         return LLMMetadata(
             context_window=bundle.backbone.window or DEFAULT_CONTEXT_WINDOW,
