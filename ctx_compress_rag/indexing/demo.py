@@ -87,7 +87,7 @@ def _compare(index: PassageIndex, corpus: Corpus, hits: list[list[Hit]]) -> list
     prompts = Prompts(decoder, store, TEMPLATES[0], ids={hit.text: hit.id for found in hits for hit in found})
     soft: list[Key] = [(DEFAULT, ratio) for ratio in sorted(config.ratios) if ratio <= _COARSEST]
     sampling = Sampling(max_tokens=_ANSWER_TOKENS, extractive=config.extractive)
-    answers = answer_each(prompts, asked, [(FULL, None), *soft, (NONE, None)], sampling, None, progress=False)
+    answers = answer_each(prompts, asked, [(FULL, None), *soft, (NONE, None)], sampling)
     sizes = {
         FULL: sum(len(passage.text.encode()) for passage in corpus.passages),
         DEFAULT: store.info().payload_bytes,
