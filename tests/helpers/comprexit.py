@@ -14,11 +14,6 @@ from helpers.methods import COMPREXIT
 from helpers.models import tiny_config, tiny_llama
 
 SMALL: dict[str, Any] = COMPREXIT | {"transport_dim": 6, "temperature": 2.0}
-TEXTS = [
-    "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
-    "Pellmouth is a town.",
-    "The Harrow Institute was founded in 1911, and it moved to Stavely after the flood. " * 8,
-]
 
 
 def comprexit_bundle(tokenizer: Any, seed: int = 0, **method: Any) -> Bundle:

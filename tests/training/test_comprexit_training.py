@@ -11,7 +11,8 @@ from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.answer import NextTokenCollator
 from helpers import architectures
-from helpers.comprexit import TEXTS
+
+TEXT = "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast."
 
 
 @pytest.mark.parametrize(("name", "stage"), [("next_token", "next_token"), ("answer", "answer")])
@@ -50,12 +51,12 @@ def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continu
 
 def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
     tokenizer = architectures.tokenizer("Llama")
-    batch = NextTokenCollator(tokenizer, 8, 4)([Example((TEXTS[0],), (Turn("", ("",)),))])
+    batch = NextTokenCollator(tokenizer, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])
     [row] = batch["prompts"].prompts
     assert row.ids[0].tolist() == [tokenizer.bos_token_id] and not row.answers[0].any()
     unused = architectures.tokenizer("Phi3")  # it has a BOS, and puts it nowhere
     assert unused.bos_token_id is not None and unused("", verbose=False)["input_ids"] == []
-    [row] = NextTokenCollator(unused, 8, 4)([Example((TEXTS[0],), (Turn("", ("",)),))])["prompts"].prompts
+    [row] = NextTokenCollator(unused, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])["prompts"].prompts
     assert row.ids[0].tolist() == []
     with pytest.raises(DataError, match="'a'"):
         NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])
@@ -64,7 +65,7 @@ def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
 def test_a_control_token_in_a_text_is_text() -> None:
     """As the store has it: the passage that is compressed in training is the one that is compressed in use."""
     tokenizer = architectures.tokenizer("Llama")
-    text = f"{TEXTS[0]}{tokenizer.eos_token}{TEXTS[0]}"
+    text = f"{TEXT}{tokenizer.eos_token}{TEXT}"
     batch = NextTokenCollator(tokenizer, 200, 100)([Example((text,), (Turn("", ("",)),))])
     [row] = batch["prompts"].prompts
     read = [*batch["passages"][0].ids, *row.ids[1].tolist()]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor
 from ctx_compress_rag.models.backbone import Backbone
@@ -34,6 +34,7 @@ from ctx_compress_rag.training.stages.repeat_and_answer import (
 )
 from helpers.architectures import NAMES, SLIDING_WINDOW, bos, model, random_ids, tokenizer
 from helpers.models import draw_lora, tiny_config
+from helpers.ram import EXAMPLES
 from helpers.training import losses, settings_of
 
 
@@ -73,14 +74,6 @@ def test_packed_sequences_are_read_as_if_alone(name: str) -> None:
         found = packed_loss(decoder, packed, inputs_embeds=decoder.get_input_embeddings()(packed.input_ids))
     wanted = torch.stack([torch.stack(each).mean() for each in losses]).mean()
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
-
-
-EXAMPLES = [
-    Example(("Orla Reedwen keeps a goat. She lives in Kormoor.",), (Turn("Where does Orla live?", ("Kormoor",)),)),
-    Example(
-        ("Kormoor lies on the river Halen.", "Pell trades in salt."), (Turn("What does Pell trade in?", ("salt",)),)
-    ),
-]
 
 
 def settings_for(decoder: Path, tmp_path: Path, stage: str = "packed", **changes: Any) -> dict[str, Any]:

@@ -32,18 +32,10 @@ from ctx_compress_rag.training.stages.distillation import (
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
 from helpers.models import draw_lora, widen
-from helpers.ram import after_hole, plain_ids
+from helpers.ram import EXAMPLES, after_hole, plain_ids
 from helpers.training import losses, report, settings_of, write_recipe
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
-EXAMPLES = [
-    Example(
-        ("Orla Reedwen keeps a goat as a pet.", "Kormoor lies on the river Halen."), (Turn("Which pet?", ("a goat",)),)
-    ),
-    Example(
-        ("Kormoor lies on the river Halen.",), (Turn("Which river?", ("Halen",)), Turn("Which town?", ("Kormoor",)))
-    ),
-]
 
 
 def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
