@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data.examples import Example, read_jsonl
@@ -56,8 +55,9 @@ class Tasks:
                 if not turn.answers[0].strip():
                     raise DataError(f"the task {name}: the first answer to {turn.question!r} is blank: give one")
 
-    def draw(self, rng: random.Random, demonstrations: int) -> Episode:
-        """An episode of a task drawn at random, with this number of demonstrations."""
+    def draw(self, number: int, demonstrations: int, seed: int) -> Episode:
+        """The episode of this number, of a task drawn at random: an interrupted run continues with the same ones."""
+        rng = random.Random(f"{seed}:{number}")
         name = rng.choice(list(self.examples))
         examples = self.examples[name]
         if len(examples) <= demonstrations:
@@ -84,21 +84,3 @@ def _distinct(examples: Sequence[Example]) -> list[Example]:
     for example in examples:
         first.setdefault((example.passages, example.turns[0].question), example)
     return list(first.values())
-
-
-@dataclass(frozen=True)
-class Episodes(Sequence[Any]):
-    """Episodes by number, drawn on access, so that an interrupted run continues with the same ones."""
-
-    tasks: Tasks
-    length: int
-    demonstrations: int
-    seed: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
-        return self.tasks.draw(random.Random(f"{self.seed}:{index}"), self.demonstrations)

@@ -20,7 +20,7 @@ from ctx_compress_rag.adaptation.config import (
     TaskData,
     UpdatePredictorRecipe,
 )
-from ctx_compress_rag.adaptation.episodes import Episodes, Tasks
+from ctx_compress_rag.adaptation.episodes import Episode, Tasks
 from ctx_compress_rag.adaptation.objectives import MatchingLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.updates import norms
@@ -67,13 +67,18 @@ class Batches:
     """Makes the objectives' batches: numbers of episodes -> the episodes as rows that the decoder reads."""
 
     decoder: Decoder
-    episodes: Episodes
+    tasks: Tasks
+    demonstrations: int
+    seed: int
+
+    def _episodes(self, numbers: Sequence[int]) -> list[Episode]:
+        return [self.tasks.draw(number, self.demonstrations, self.seed) for number in numbers]
 
     def queries(self, numbers: Sequence[int]) -> dict[str, Any]:
-        return {"rows": rows_of(self.decoder, [self.episodes[number].query for number in numbers])}
+        return {"rows": rows_of(self.decoder, [episode.query for episode in self._episodes(numbers)])}
 
     def contexts(self, numbers: Sequence[int]) -> dict[str, Any]:
-        whole = [self.episodes[number] for number in numbers]
+        whole = self._episodes(numbers)
         return {
             "numbers": numbers,
             "contexts": [rows_of(self.decoder, episode.support) for episode in whole],
@@ -83,7 +88,7 @@ class Batches:
 
 def batches_of(recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> Batches:
     """What a recipe's training reads."""
-    return Batches(decoder, Episodes(load_tasks(recipe, decoder), recipe.optim.items, demonstrations, recipe.seed))
+    return Batches(decoder, load_tasks(recipe, decoder), demonstrations, recipe.seed)
 
 
 def job(

@@ -12,7 +12,6 @@ from benchmarks.adaptation.prompt_tuning import PromptTuningLoss, with_prefix
 from ctx_compress_rag.adaptation.adapt import rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe
-from ctx_compress_rag.adaptation.episodes import Episodes
 from ctx_compress_rag.adaptation.objectives import MatchingLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.stages import load_tasks, open_decoder, passes
@@ -112,7 +111,7 @@ def test_held_out_data_never_reaches_training(tmp_path: Path, bundle_folder: Pat
     # One corpus: the same passage is retrieved for a question of training and for one that is held out.
     write_jsonl(tmp_path / "test.jsonl", [Example(rows[2].passages, (Turn("Another question?", ("no",)),))])
     assert len(next(iter(load_tasks(recipe, open_decoder(recipe)).examples.values()))) == 4
-    [episode] = Episodes(load_tasks(recipe, open_decoder(recipe)), 1, 0, seed=0)
+    episode = load_tasks(recipe, open_decoder(recipe)).draw(0, 0, seed=0)
     assert episode.query.passages == ("A text.",)
 
 

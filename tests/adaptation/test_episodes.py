@@ -1,12 +1,11 @@
 """Tasks from files, and the episodes drawn from them."""
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctx_compress_rag.adaptation.episodes import Episodes, Tasks
+from ctx_compress_rag.adaptation.episodes import Tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -23,9 +22,8 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
         ]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
     tasks = Tasks([tmp_path / "one.jsonl", tmp_path / "two.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
-    episodes = Episodes(tasks, 30, 3, seed=0)
-    assert len(episodes) == 30 and episodes[7] == episodes[7] == list(episodes)[7]
-    assert episodes[7] != Episodes(tasks, 30, 3, seed=2)[7]
+    episodes = [tasks.draw(number, 3, seed=0) for number in range(30)]
+    assert episodes[7] == tasks.draw(7, 3, seed=0) != tasks.draw(7, 3, seed=2)
     seen = set()
     for episode in episodes:
         seen.add(episode.task)
@@ -38,7 +36,7 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
     assert seen == {"one", "two"}
     rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i}",)),)) for i in range(25)]
     with pytest.raises(DataError, match="5 questions: 5 demonstrations"):
-        tasks.draw(random.Random(0), 5)
+        tasks.draw(0, 5, seed=0)
     # A row given twice is one question: otherwise it could be asked when a demonstration has shown its answer.
     write_jsonl(tmp_path / "twice.jsonl", [*rows, *rows])
     assert Tasks([tmp_path / "twice.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6).examples["twice"] == rows
