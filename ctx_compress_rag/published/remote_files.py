@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -196,8 +195,6 @@ def _reaching(name: str) -> Iterator[None]:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise BundleError(f"there is no {name!r} here or on the hub ({short(error)}): check its name") from error
     except (OSError, HTTPError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise BundleError(f"no space left for {name} in the hub's cache: free some, or set HF_HOME") from error
         raise BundleError(f"cannot fetch {name} from the hub ({short(error)}): run the command again") from error
 
 

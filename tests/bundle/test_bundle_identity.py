@@ -15,11 +15,6 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError
 
 
-@pytest.fixture(scope="module")
-def demo() -> Bundle:
-    return Bundle.from_pretrained(DEMO, device="cpu")
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO, tmp_path / "bundle"))
@@ -61,11 +56,12 @@ def test_a_bundle_with_an_edited_decoder_is_refused(folder: Path, edit: str) -> 
         Bundle.from_pretrained(folder, device="cpu")
 
 
-def test_files_that_say_how_they_were_written_are_the_same_bundle(demo: Bundle, folder: Path) -> None:
+def test_files_that_say_how_they_were_written_are_the_same_bundle(folder: Path) -> None:
     setting(transformers_version="5.0.0", dtype="float16", _name_or_path="/elsewhere")(folder / "decoder")
     path = folder / "decoder" / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
-    assert Bundle.from_pretrained(folder, device="cpu").fingerprint == demo.fingerprint
+    fingerprints = {Bundle.from_pretrained(each, device="cpu").fingerprint for each in (DEMO, folder)}
+    assert len(fingerprints) == 1
 
 
 def test_an_edited_decoder_in_a_folder_of_its_own_is_refused(

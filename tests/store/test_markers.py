@@ -29,6 +29,8 @@ def test_the_form_is_the_documented_one() -> None:
     head, slots, tag = written.removeprefix("[[ctx:").removesuffix("]]").split(".")
     assert (len(head), slots, len(tag)) == (20, "16", 16)
     assert set(head + tag) <= set(LETTERS)
+    with pytest.raises(RatioError, match="4097"):  # which three letters cannot say
+        SIGNER.write(SIGNER.passage("some text"), 4097, 16, "default")
 
 
 def test_the_same_text_has_the_same_marker_and_nothing_else_has() -> None:

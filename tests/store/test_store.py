@@ -149,6 +149,7 @@ def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bun
         (["good", " \n\t"], ["a", "b"], "passage 'b' has no text"),
         (["good", None], None, "NoneType"),
         (["good", Passage(5, "five")], None, "'five' has a text of type int"),  # type: ignore[arg-type]
+        (["good", Passage("five", "five", 5)], None, "'five' has metadata of type int"),  # type: ignore[arg-type]
         (["good", "\ud800"], None, r"documents\[1\] is not valid Unicode"),
         (["good", "more"], ["a", ""], "non-empty"),
         (["good", "more"], ["a", 7], "non-empty str, got 7"),
