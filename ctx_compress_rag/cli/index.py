@@ -73,13 +73,8 @@ def index(
         check_codec(codec)
     if collection is not None:
         # Your app's collection keeps its own passages and vectors.
-        for name, value in {
-            "embedder": embedder,
-            "prune": prune,
-            "repair": repair,
-            "chunk_tokens": chunk_tokens,
-        }.items():
-            shared.check_apart(collection=collection, **{name: value})
+        own = {"embedder": embedder, "prune": prune, "repair": repair, "chunk_tokens": chunk_tokens}
+        shared.check_apart(collection=collection, **own)
         shared.quiet_models()
         bundle = bundle or DEFAULT_BUNDLE
         done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar, cast
 
@@ -41,7 +41,6 @@ _ROLES = {
 }
 
 Prompt = str | list[Message]
-Pieces = Generator[str | Generation, None, None]
 T = TypeVar("T")
 _Options = dict[str, Any] | None
 
@@ -103,37 +102,32 @@ class CompressedContextLLM(DecoderLLM, LLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt in an event loop."""
-        return _completion(await self._agenerate(self._from_text(prompt, formatted), kwargs))
+        return await self._agenerate(self._from_text(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation in an event loop."""
-        return _chat(_completion(await self._agenerate(self._from_messages(messages), kwargs)))
+        return _chat(await self._agenerate(self._from_messages(messages), kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a prompt piece by piece; the last response has an empty delta and the token counts."""
-        sampling = self.sampling(kwargs)
-        return _responses(self._stream(self._from_text(prompt, formatted), sampling), sampling)
+        return self._stream(self._from_text(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has an empty delta and the token counts."""
-        sampling = self.sampling(kwargs)
-        return (_chat(each) for each in _responses(self._stream(self._from_messages(messages), sampling), sampling))
+        return (_chat(each) for each in self._stream(self._from_messages(messages), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete` in an event loop."""
-        sampling = self.sampling(kwargs)
-        pieces = await self._astream(self._from_text(prompt, formatted), sampling)
-        return _aresponses(pieces, sampling, lambda response: response)
+        return await self._astream(self._from_text(prompt, formatted), kwargs, lambda response: response)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat` in an event loop."""
-        sampling = self.sampling(kwargs)
-        return _aresponses(await self._astream(self._from_messages(messages), sampling), sampling, _chat)
+        return await self._astream(self._from_messages(messages), kwargs, _chat)
 
     def structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
@@ -222,19 +216,22 @@ class CompressedContextLLM(DecoderLLM, LLM):
         with self.in_scope():
             return _whole(self.decoder.generate([prompt], sampling)[0], sampling)
 
-    def _stream(self, prompt: Prompt, sampling: Sampling) -> Pieces:
-        with self.in_scope():  # the prompt is read here, not during iteration
-            return cast(Pieces, self.decoder.stream(prompt, sampling))
-
-    async def _astream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[str | Generation, None]:
-        with self.in_scope():
-            return await self.decoder.astream(prompt, sampling)
-
-    async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
+    def _stream(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponseGen:
         sampling = self.sampling(given)
-        async with aclosing(await self._astream(prompt, sampling)) as pieces:
-            *_, done = [piece async for piece in pieces]
-        return _whole(cast(Generation, done), sampling)
+        with self.in_scope():  # the prompt is read here, not during iteration
+            return _responses(self.decoder.stream(prompt, sampling), sampling)
+
+    async def _agenerate(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+        async with aclosing(await self._astream(prompt, given, lambda response: response)) as responses:
+            *_, last = [response async for response in responses]
+        return last.model_copy(update={"delta": None})
+
+    async def _astream(
+        self, prompt: Prompt, given: dict[str, Any], shown: Callable[[CompletionResponse], T]
+    ) -> AsyncGenerator[T, None]:
+        sampling = self.sampling(given)
+        with self.in_scope():
+            return _aresponses(await self.decoder.astream(prompt, sampling), sampling, shown)
 
 
 def _whole(answer: Generation, sampling: Sampling) -> Generation:
@@ -246,7 +243,7 @@ def _whole(answer: Generation, sampling: Sampling) -> Generation:
     return answer
 
 
-def _responses(pieces: Pieces, sampling: Sampling) -> CompletionResponseGen:
+def _responses(pieces: Iterator[str | Generation], sampling: Sampling) -> CompletionResponseGen:
     text = ""
     for piece in pieces:
         yield (response := _response(text, piece, sampling))
