@@ -13,8 +13,8 @@ from chromadb.errors import NotFoundError
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.errors import ConfigError, DataError, StoreError
-from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+from ctx_compress_rag.errors import DataError, StoreError
+from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS
 from ctx_compress_rag.indexing.chunking import chunk
 from ctx_compress_rag.indexing.fit import Fit
 from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
@@ -90,7 +90,6 @@ def update_index(
     chunk_tokens: int | None = None,
     prune: bool = False,
     repair: bool = False,
-    progress: bool = True,
 ) -> IndexReport:
     """Bring an index up to date with a folder or file; only new and changed passages are compressed.
 
@@ -108,15 +107,13 @@ def update_index(
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
-    if chunk_tokens < MIN_CHUNK_TOKENS:
-        raise ConfigError(f"passages of {chunk_tokens} tokens are too short: give {MIN_CHUNK_TOKENS} or more")
     repaired = index.store.discard_damaged(other_keys=False, sample=None if repair else _CHECKED)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])
     given.costly = index.folder and index.folder / "costly_documents.json"
     cut = _Cut(given, index, chunk_tokens)
     added = unchanged = 0
-    with tqdm(total=given.bytes, desc="indexing", unit="B", unit_scale=True, disable=not progress) as bar:
+    with tqdm(total=given.bytes, desc="indexing", unit="B", unit_scale=True) as bar:
         bar.set_postfix_str("0 passages")
         for part in index.add(cut):
             added, unchanged = added + part.added, unchanged + part.unchanged

@@ -56,11 +56,11 @@ class DemoReport:
     tables: str
 
 
-def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = True) -> DemoReport:
+def run_demo(folder: str | Path, bundle: str | None = None) -> DemoReport:
     """Index the demo's corpus in a folder, if it is not there, and ask its questions with each kind of context."""
     corpus = wikipedia_corpus()
     with open_index(folder, bundle, create=True) as index:
-        stored = _add(index, corpus, progress)
+        stored = _add(index, corpus)
         hits = index.search([question.text for question in corpus.questions], _RETRIEVED)
         systems = _compare(index, corpus, hits)
     return DemoReport(
@@ -71,9 +71,9 @@ def run_demo(folder: str | Path, bundle: str | None = None, progress: bool = Tru
     )
 
 
-def _add(index: PassageIndex, corpus: Corpus, progress: bool) -> AddReport:
+def _add(index: PassageIndex, corpus: Corpus) -> AddReport:
     added = unchanged = 0
-    with tqdm(total=len(corpus.passages), desc="indexing", unit="passage", disable=not progress) as bar:
+    with tqdm(total=len(corpus.passages), desc="indexing", unit="passage") as bar:
         for part in index.add(corpus.passages):
             added, unchanged = added + part.added, unchanged + part.unchanged
             bar.update(part.added + part.unchanged)

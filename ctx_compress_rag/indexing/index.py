@@ -148,8 +148,6 @@ class PassageIndex:
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
         """The `k` nearest passages of each question, or all, nearest first; StoreError if there are none."""
-        if k < 1:
-            raise ConfigError(f"cannot retrieve {k} passages: ask for 1 or more")
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
         vectors = question_vectors(questions, self.embedder)

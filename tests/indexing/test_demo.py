@@ -22,7 +22,7 @@ def test_the_paragraphs_of_wikipedia_hold_the_answers() -> None:
 
 @pytest.mark.slow
 def test_the_english_bundle_reads_wikipedia(tmp_path: Path) -> None:
-    report = run_demo(tmp_path / "chroma", progress=False)
+    report = run_demo(tmp_path / "chroma")
     full, *soft, none = report.systems
     assert report.retrieved >= 11
     assert min(full.score, soft[0].score) > soft[-1].score > none.score
@@ -32,7 +32,7 @@ def test_the_report_is_of_one_store_and_one_decoder_and_a_second_run_compresses_
     bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "chroma"
-    report = run_demo(folder, str(bundle_folder), progress=False)
+    report = run_demo(folder, str(bundle_folder))
     assert (report.stored.added, report.stored.unchanged) == (24, 0)
     assert [(s.label, s.ratio) for s in report.systems] == [
         ("full text", None),

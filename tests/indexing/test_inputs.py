@@ -31,7 +31,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS)
-    first = update_index(index, open_input(file), progress=False)
+    first = update_index(index, open_input(file))
     assert (first.files, first.unchanged) == (len(ROWS), 0) and first.added >= len(ROWS)
     joined = {row["id"]: "".join(row["text"].split()) for row in ROWS}
     held: dict[str, str] = {}
@@ -40,7 +40,7 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
     assert {id: sorted(text) for id, text in held.items()} == {id: sorted(text) for id, text in joined.items()}
 
     write(file, [{"id": "row0", "text": "Another text."}, *ROWS[2:]])
-    second = update_index(index, open_input(file), prune=True, progress=False)
+    second = update_index(index, open_input(file), prune=True)
     assert (second.added, second.vanished) == (1, 0) and second.replaced and second.pruned
     assert sorted(index.store.ids()) == sorted(index.roots()[str(file)])
 
@@ -61,20 +61,20 @@ def test_a_bad_row_is_named_and_the_rows_of_the_store_stay(
     index: PassageIndex, tmp_path: Path, line: str | bytes, said: str
 ) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS[:1])
-    update_index(index, open_input(file), progress=False)
+    update_index(index, open_input(file))
     before = sorted(index.store.ids())
     file.write_bytes(json.dumps(ROWS[1]).encode() + b"\n" + (line.encode() if isinstance(line, str) else line))
     with pytest.raises(DataError, match=f"rows.jsonl, {said}"):
-        update_index(index, open_input(file), prune=True, progress=False)
+        update_index(index, open_input(file), prune=True)
     assert set(before) <= set(index.store.ids())
 
 
 def test_no_rows_are_an_error_and_prune_nothing(index: PassageIndex, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS[:1])
-    update_index(index, open_input(file), progress=False)
+    update_index(index, open_input(file))
     file.write_text("\n")
     with pytest.raises(DataError, match="holds no text"):
-        update_index(index, open_input(file), prune=True, progress=False)
+        update_index(index, open_input(file), prune=True)
     assert len(index) >= 1
     with pytest.raises(DataError, match=r"missing.jsonl': No such file"):
         open_input(tmp_path / "missing.jsonl")
@@ -109,7 +109,7 @@ def test_passages_are_stored_before_the_rest_is_read(
 
     monkeypatch.setattr(Bundle, "compress", watched)
     with pytest.raises(KeyboardInterrupt):
-        update_index(index, given, progress=False)
+        update_index(index, given)
     assert len(index.store) >= 80 and max(ahead) <= 40
 
 
