@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -123,22 +123,6 @@ def sinkhorn(cost: Tensor, log_rows: Tensor, log_columns: Tensor, epsilon: float
     return (scores + by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).exp()
 
 
-class Segments(NamedTuple):
-    """The segments of a batch that hold tokens, one after the other.
-
-    Attributes:
-        real: bool (batch, segments per row), True at segments that hold tokens.
-        anchors: (segments, tokens, slot dim).
-        counts: (segments, slots), tokens of each slot's local field.
-        plan: (segments, tokens, slots).
-    """
-
-    real: Tensor
-    anchors: Tensor
-    counts: Tensor
-    plan: Tensor
-
-
 class DepthGates(nn.Module):
     """Mixes the layers' hidden states, token by token (eq. 4-7, before the projection W_a).
 
@@ -223,31 +207,27 @@ class ComprexitCompressor(TokenCompressor):
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Compute hidden states and anchors once, then a plan and slots for each ratio (eq. 8-12)."""
         anchors = self.anchors(self.hidden_states(input_ids))
-        return {ratio: self._slots(self.transport(anchors, attention_mask, ratio)) for ratio in ratios}
+        return {ratio: self._slots(anchors, attention_mask, ratio) for ratio in ratios}
 
-    def transport(self, anchors: Tensor, attention_mask: Tensor, ratio: int) -> Segments:
-        """Allocate each segment's anchors (batch, length, slot dim) to its slots (eq. 8-11)."""
+    def _slots(self, anchors: Tensor, attention_mask: Tensor, ratio: int) -> SlotBatch:
+        """Allocate each segment's anchors (batch, length, slot dim) to its slots, and transmit them (eq. 8-12)."""
         size = ratio * max(1, self.config.segment_tokens // ratio)
         blocks = -(-anchors.shape[1] // size)
         padding = blocks * size - anchors.shape[1]
         mask = F.pad(attention_mask, (0, padding)).unflatten(1, (blocks, size))
-        real = mask.any(-1)
+        real = mask.any(-1)  # the segments that hold tokens; only they are computed, one after the other
         mask = mask[real]
         # Sinkhorn divides by epsilon and exponentiates: bfloat16 is too coarse.
         with torch.autocast(anchors.device.type, enabled=False):
             anchors = F.pad(anchors.to(self.anchor.weight.dtype), (0, 0, 0, padding)).unflatten(1, (blocks, size))
             anchors = anchors[real]
             receivers, counts = pool(anchors, mask, ratio)  # eq. 8
-            return Segments(real, anchors, counts, self.allocation(anchors, mask.bool(), receivers, counts))
-
-    def _slots(self, segments: Segments) -> SlotBatch:
-        with torch.autocast(segments.anchors.device.type, enabled=False):
-            receivers = (segments.counts > 0).sum(-1)[:, None, None]
-            slots = receivers * segments.plan.transpose(-1, -2) @ self.value(segments.anchors)  # eq. 12
-        batch = slots.new_zeros(*segments.real.shape, *slots.shape[1:])
-        counts = segments.counts.new_zeros(*segments.real.shape, slots.shape[1])
-        batch[segments.real], counts[segments.real] = slots, segments.counts
-        return SlotBatch(batch.flatten(1, 2), counts.flatten(1, 2))
+            plan = self.allocation(anchors, mask.bool(), receivers, counts)
+            slots = (counts > 0).sum(-1)[:, None, None] * plan.transpose(-1, -2) @ self.value(anchors)  # eq. 12
+        all_slots = slots.new_zeros(*real.shape, *slots.shape[1:])
+        all_counts = counts.new_zeros(*real.shape, slots.shape[1])
+        all_slots[real], all_counts[real] = slots, counts
+        return SlotBatch(all_slots.flatten(1, 2), all_counts.flatten(1, 2))
 
 
 def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:
