@@ -151,21 +151,21 @@ class OwnEncoderCompressor(Compressor):
         model, tokenizer = self.encoder()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []
-        pieces = windows([text_ids(tokenizer, passage.text) for passage in passages], window)
-        read = [[*bos, *ids, *eos] for _, ids in pieces]
+        owners, pieces = windows([text_ids(tokenizer, passage.text) for passage in passages], window)
+        read = [[*bos, *ids, *eos] for ids in pieces]
 
         def rows(batch: list[int]) -> Iterator[SoftContext]:
             ids, mask = padded([read[i] for i in batch], self.backbone.device)
             hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float().cpu()
             for i, row in zip(batch, hidden, strict=True):
-                length = len(pieces[i][1])
+                length = len(pieces[i])
                 if self.config.pooling == "last":
                     yield SoftContext(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
                 else:
                     real = row[len(bos) : len(bos) + length]
                     yield SoftContext(*pool(real, torch.ones(length, dtype=torch.long), self.config.ratio))
 
-        return in_batches([index for index, _ in pieces], [len(ids) for ids in read], batch_tokens, rows)
+        return in_batches(owners, [len(ids) for ids in read], batch_tokens, rows)
 
 
 register(

@@ -21,7 +21,7 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_minilm
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.sentences import Unit, split
+from ctx_compress_rag.text.sentences import split
 from ctx_compress_rag.text.tokenizing import text_parts
 
 if TYPE_CHECKING:
@@ -193,15 +193,6 @@ class SentenceSlotsCompressor(Compressor):
         self.dim = config.encoder_dim
         self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
 
-    def units(self, text: str, ratio: int, window: int | None = None) -> list[Unit]:
-        """The pieces of a passage that become one slot each, in order, of at most `window` tokens (None: no limit).
-
-        `ratio` is the limit if `unit` is "tokens"; otherwise it has no effect.
-        """
-        unit = self.config.unit
-        limit = ratio if unit == "tokens" else window
-        return split(text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=self.config.language)
-
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Nothing here is trained, so slots carry no gradients."""
         return {
@@ -213,7 +204,12 @@ class SentenceSlotsCompressor(Compressor):
         return self._encoded(passages, ratio, window, max(1, batch_tokens // longest))
 
     def _encoded(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_size: int) -> list[SoftContext]:
-        done = [self.units(passage.text, ratio, window) for passage in passages]
+        unit, language = self.config.unit, self.config.language
+        limit = ratio if unit == "tokens" else window
+        done = [
+            split(passage.text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=language)
+            for passage in passages
+        ]
         vectors = self.encoder.encode([unit.text for units in done for unit in units], batch_size)
         return [
             SoftContext(slots, torch.tensor([unit.tokens for unit in units]))

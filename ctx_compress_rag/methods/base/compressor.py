@@ -125,30 +125,25 @@ class TokenCompressor(Compressor):
         """Compress right-padded passages at each ratio; ids and mask are (batch, length)."""
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        pieces = windows([passage.ids for passage in passages], window)
-        done = self.encode(*padded([ids for _, ids in pieces], self.backbone.device), ratios)
-        return {
-            ratio: SlotBatch.of(joined([index for index, _ in pieces], batch.rows())) for ratio, batch in done.items()
-        }
+        owners, pieces = windows([passage.ids for passage in passages], window)
+        done = self.encode(*padded(pieces, self.backbone.device), ratios)
+        return {ratio: SlotBatch.of(joined(owners, batch.rows())) for ratio, batch in done.items()}
 
     @torch.inference_mode()
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
-        pieces = windows([passage.ids for passage in passages], window)
+        owners, pieces = windows([passage.ids for passage in passages], window)
 
         def rows(batch: list[int]) -> list[SoftContext]:
-            compressed = self.encode(*padded([pieces[i][1] for i in batch], self.backbone.device), [ratio])[ratio]
+            compressed = self.encode(*padded([pieces[i] for i in batch], self.backbone.device), [ratio])[ratio]
             return SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
 
-        return in_batches([index for index, _ in pieces], [len(ids) for _, ids in pieces], batch_tokens, rows)
+        return in_batches(owners, [len(ids) for ids in pieces], batch_tokens, rows)
 
 
-def windows(passages: Sequence[Sequence[int]], window: int) -> list[tuple[int, Sequence[int]]]:
-    """Cut passages into pieces of at most `window` tokens, each with its passage's index."""
-    return [
-        (index, ids[start : start + window])
-        for index, ids in enumerate(passages)
-        for start in range(0, max(1, len(ids)), window)
-    ]
+def windows(passages: Sequence[Sequence[int]], window: int) -> tuple[list[int], list[Sequence[int]]]:
+    """Cut passages into pieces of at most `window` tokens; returns the passage index of each piece, and the pieces."""
+    starts = [(i, start) for i, ids in enumerate(passages) for start in range(0, max(1, len(ids)), window)]
+    return [i for i, _ in starts], [passages[i][start : start + window] for i, start in starts]
 
 
 def joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:

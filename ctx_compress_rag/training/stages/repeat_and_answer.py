@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.decoding.splice import predict, splice
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
@@ -240,7 +240,7 @@ class _Filling:
         ids = ids[cut : cut + length]
         text = self.data.builder.tokenizer.decode(ids)
         template = self.rng.choice(REPEAT_TEMPLATES)
-        prompt = self._prompt(Example((text,), (Turn("", (text,)),)), template, [ids], ratio)
+        prompt = self._prompt(recited(text), template, [ids], ratio)
         return self._place(prompt, [ids], ratio, REPEAT, None if start is None else start + cut)
 
     def _prompt(self, example: Example, template: str, passages: Sequence[Tensor], ratio: int) -> Prompt:
