@@ -12,10 +12,8 @@ from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.agreement import FEWEST, Agreement, advice, agreement, as_text, save, table, worst
-from ctx_compress_rag.evaluation.answering import EXTRACTED, SOFT, prompt_of
+from ctx_compress_rag.evaluation.answering import DEFAULT, EXTRACTED, FULL, NONE, SOFT, Key, Prompts
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 from helpers.cli import save_bundle, write_docs
 from helpers.ram import ram_bundle
@@ -34,37 +32,18 @@ RATIOS = (4, 16)
 TOKENS = 6
 
 
-@pytest.mark.parametrize("share", [None, 0.5])
-def test_answers_are_those_asked_one_by_one(
-    talkative: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None
-) -> None:
-    """Of a bundle that mixes by default, too; the best sentences get as many tokens as all slots."""
-    bundle, encoder = talkative, load_minilm()
-    monkeypatch.setattr(bundle, "config", bundle.config.model_copy(update={"text_share": share}))
-    with SoftContextStore(tmp_path, bundle) as store:
+def test_answers_are_those_asked_one_by_one(talkative: Any, tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path, talkative) as store:
         compared = agreement(store, ASKED, RATIOS, max_tokens=TOKENS, batch_size=2)
-        decoder = Decoder(bundle, store)
+        prompts = Prompts(Decoder(talkative, store), store, talkative.config.template)
 
-        def ask(q: Question, texts: Any) -> Any:
-            chat = prompt_of(bundle.config.template, texts, q.question)
-            return decoder.generate([chat], Sampling(max_tokens=TOKENS))[0]
+        def ask(key: Key, q: Question) -> Any:
+            return prompts.decoder.generate([prompts.make(key, q)], Sampling(max_tokens=TOKENS))[0]
 
-        def slots(q: Question, ratio: int) -> list[str]:
-            return mark(store, q.passages, ratio=ratio, text_share=0)
-
-        def given(q: Question, system: str, ratio: int | None) -> list[str]:
-            if ratio is None:
-                return []
-            if system == EXTRACTED:
-                budget = len(decoder.preparer.token_ids("\n\n".join(slots(q, ratio))))
-                return mark(store, q.passages, question=q.question, token_budget=budget, text_share=1)
-            cosines = encoder.similarity(encoder.encode(q.question), encoder.encode(list(q.passages)))
-            return mark(store, q.passages, question=q.question, ratio=ratio, scores=cosines[0].tolist())
-
-        contexts = [("no context", None), *((name, r) for r in RATIOS for name in ("default", EXTRACTED))]
+        contexts = [(NONE, None), *((name, ratio) for ratio in RATIOS for name in (DEFAULT, EXTRACTED))]
         assert [(a.system, a.ratio) for a in compared] == [context for context in contexts for _ in ASKED]
         for each, q in zip(compared, ASKED * len(contexts), strict=True):
-            full, less = ask(q, q.passages), ask(q, given(q, each.system, each.ratio))
+            full, less = ask((FULL, None), q), ask((each.system, each.ratio), q)
             assert (each.question, each.full_text, each.answer) == (q.question, full.text.strip(), less.text.strip())
             assert (each.full_text_tokens, each.prompt_tokens) == (full.prompt_tokens, less.prompt_tokens)
             assert each.f1 == token_f1(less.text, [full.text])

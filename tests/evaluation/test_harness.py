@@ -35,9 +35,10 @@ def test_questions_take_the_first_of_each_example_first() -> None:
     assert [q.question for q in questions] == [e.turns[0].question for e in examples] + [examples[0].turns[1].question]
 
 
-def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> None:
+def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt is that which is built here, from MiniLM's cosines of passages and sentences."""
     encoder = load_minilm()
+    monkeypatch.setattr(tiny_bundle, "config", tiny_bundle.config.model_copy(update={"text_share": 0.3}))
     systems = systems_of(tiny_bundle, QUESTIONS)
     assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT]
     (_, prompts) = next(stores := each_store(tiny_bundle, QUESTIONS, (8,)))
@@ -45,7 +46,6 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> N
     for q in QUESTIONS:
         made = {system: prompts.make((system, 8), q) for system in systems[2:]}
         size = {system: preparer.count_chat_tokens(chat) for system, chat in made.items()}
-        assert made[DEFAULT] == made[SOFT]  # this bundle has no `text_share`
         assert max(size.values()) <= size[SOFT] + 1 and size[EXTRACTED] > size[SOFT] - 6
         asked = encoder.encode(q.question)
         cosines = [float(encoder.similarity(asked, encoder.encode(passage))) for passage in q.passages]
@@ -56,6 +56,7 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any) -> N
             BEST: [best] if len(preparer.token_ids(best)) <= budget else mark(store, [best], token_budget=budget),
             MIXED: mark(store, q.passages, text_share=0.5, scores=cosines, **options),
             EXTRACTED: mark(store, q.passages, text_share=1, **options),
+            DEFAULT: mark(store, q.passages, ratio=8, question=q.question, scores=cosines),
         }
         for system, texts in chosen.items():
             assert made[system] == messages(TEMPLATES[0], "\n\n".join(filter(None, texts)), q.question)
