@@ -8,7 +8,7 @@ import typer
 
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Output, quiet_models
+from ctx_compress_rag.cli.shared import Output
 
 
 @command("--recipes rag_gd/demo --budget 100", lab)
@@ -34,7 +34,6 @@ def adapt_eval(
     """
     from benchmarks.adaptation.run import evaluate, table
 
-    quiet_models()
     scores = evaluate(
         recipes,
         output,

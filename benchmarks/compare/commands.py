@@ -9,7 +9,7 @@ import typer
 
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Output, quiet_models
+from ctx_compress_rag.cli.shared import Output
 
 
 @command("--budget 400 --entries mean_pooling comprexit", lab)
@@ -43,7 +43,6 @@ def compare(
     from benchmarks.compare.report import save, text
     from benchmarks.compare.run import Plan, prepare, run_job
 
-    quiet_models()
     described = load_comparison(comparison)
     if decoder is not None:
         described = described.model_copy(update={"decoder": decoder, "teacher": None})

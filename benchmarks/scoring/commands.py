@@ -8,7 +8,7 @@ import typer
 
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import AnyBundle, Extractive, Output, Ratios, quiet_models
+from ctx_compress_rag.cli.shared import AnyBundle, Extractive, Output, Ratios
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 
@@ -62,7 +62,6 @@ def eval_(
     sets = question_sets(data, questions, passages)
     if unknown := sorted(set(in_domain or ()) - set(sets)):
         raise ConfigError(f"--in-domain {unknown[0]}: give names of the sets: {', '.join(sets)}")
-    quiet_models()
     opened = Bundle.from_pretrained(bundle)
     ratios = ratios or opened.config.ratios
     asking: Asking = {"extractive": extractive}
@@ -102,5 +101,4 @@ def confidence(
     from ctx_compress_rag.evaluation.sets import question_sets
 
     [asked] = question_sets([data], questions).values()
-    quiet_models()
     print(confidence_table(sure_answers(Bundle.from_pretrained(bundle), asked, ratio)))

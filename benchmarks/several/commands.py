@@ -8,7 +8,6 @@ import typer
 
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import quiet_models
 
 
 @command("qa_train.jsonl.gz --held-out qa_dev_nq.jsonl.gz --output data/several.jsonl", lab)
@@ -51,5 +50,4 @@ def several_mix(
     from benchmarks.several.mix import mix
     from ctx_compress_rag.bundle.bundle import Bundle
 
-    quiet_models()
     mix(Bundle.from_pretrained(start), Bundle.from_pretrained(trained), share).save_pretrained(output, int8=True)

@@ -10,7 +10,7 @@ import typer
 from benchmarks.lab import lab
 from benchmarks.world import BUNDLE
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import AnyBundle, Engine, Output, ServerKey, engine_options, quiet_models
+from ctx_compress_rag.cli.shared import AnyBundle, Engine, Output, ServerKey, engine_options
 from ctx_compress_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -196,7 +196,6 @@ def compare_engines(
     from ctx_compress_rag.evaluation.questions import questions_of
     from ctx_compress_rag.store import SoftContextStore
 
-    quiet_models()
     opened = Bundle.from_pretrained(bundle)
     asked = [q for file in data for q in spread(questions_of(read_jsonl(file)), questions // len(data))]
     store = SoftContextStore(chromadb.EphemeralClient(), opened, collection="engines")
@@ -235,7 +234,6 @@ def _open(text: str, bundle: str, tokens: int) -> tuple[Bundle, list[str]]:
 
     with open_text(Path(text)) as file:
         given = file.read()
-    quiet_models()
     opened = Bundle.from_pretrained(bundle)
     return opened, list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))
 

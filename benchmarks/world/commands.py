@@ -10,7 +10,6 @@ import typer
 from benchmarks.lab import lab
 from benchmarks.world import RECIPES
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import quiet_models
 
 Split = Annotated[Literal["train", "dev", "test"], typer.Option(help="Which names appear.")]
 
@@ -56,6 +55,5 @@ def world_train(
     import benchmarks.adaptation.prompt_tuning  # noqa: F401, they register their stages
     from ctx_compress_rag.training.run import run_recipe
 
-    quiet_models()
     own = RECIPES / f"{recipe}.yaml"
     print(f"written to {run_recipe(own if own.exists() else recipe)}")

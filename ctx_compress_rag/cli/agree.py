@@ -40,7 +40,6 @@ def agree(
     if not asked:
         raise DataError(f"{questions!r} holds no questions: add some")
     Path(output).mkdir(parents=True, exist_ok=True)  # not only after the answers, which would be lost if it failed
-    shared.quiet_models()
     with open_index(store, bundle) as index:
         found = index.search(asked, k)
         given = [Question(tuple(h.text for h in hits), each, ()) for each, hits in zip(asked, found, strict=True)]

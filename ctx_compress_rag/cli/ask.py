@@ -25,15 +25,7 @@ def ask(
     ] = None,
     store: shared.Store = shared.STORE,
     bundle: shared.OwnBundle = None,
-    ratio: Annotated[
-        int | None,
-        typer.Option(
-            metavar="R",
-            min=1,
-            help="Source tokens per slot, a multiple of the store's; for a ram bundle, how many times shorter the "
-            "passages become.  [default: the smallest]",
-        ),
-    ] = None,
+    ratio: shared.Ratio = None,
     token_budget: Annotated[
         int | None,
         typer.Option(
@@ -54,7 +46,7 @@ def ask(
 ) -> None:
     """Answer a question from an index, or question after question until the input ends.
 
-    The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages with their files.
+    The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages that were read.
     """
     from ctx_compress_rag.indexing.index import open_index
 
@@ -62,10 +54,10 @@ def ask(
         raise ConfigError("the question is empty: ask something")
     shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
     shared.check_apart(text_share=text_share, text=text)
-    shared.quiet_models()
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes
         from ctx_compress_rag.decoding.sampling import Sampling
+        from ctx_compress_rag.indexing.fit import Fit
         from ctx_compress_rag.indexing.retrieval import Retrieval
         from ctx_compress_rag.marking.mark import Marking
 
@@ -75,24 +67,28 @@ def ask(
             extractive = quotes(opened.bundle, engine)
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
         marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
-        retrieval = Retrieval(opened, k, marking)
+        retrieval, fit = Retrieval(opened, k, marking), Fit(opened.bundle)
         for each in _asked() if question is None else [question]:
+            fit.warn_of_question(each)
             prompt, sources = retrieval.ask([{"role": "user", "content": each}])
-            _print(decoder.stream(prompt, sampling), sources, "Quoted" if extractive else "Free answer")
+            _print(decoder.stream(prompt, sampling), sources, extractive)
 
 
 def _asked() -> Iterator[str]:
-    """The lines of the standard input, but for blank ones; a terminal shows where to write."""
+    """The lines of the standard input, but for blank ones; a terminal shows where to write, others what was asked."""
+    typed = sys.stdin.isatty()
     while True:
-        if sys.stdin.isatty():
+        if typed:
             print("\nQuestion: ", end="", file=sys.stderr, flush=True)
         if not (line := sys.stdin.readline()):
             return
         if line.strip():
+            if not typed:
+                print(shared.printable(f"\nQuestion: {line.strip()}"))
             yield line.strip()
 
 
-def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, Any]], how: str) -> None:
+def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, Any]], extractive: bool) -> None:
     """Print an answer piece by piece, then what it is from."""
     begun = False
     for piece in pieces:
@@ -101,15 +97,13 @@ def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, An
             print(shared.printable(piece if begun else piece.lstrip()), end="", flush=True)
             begun = begun or bool(piece.strip())
         else:
-            shown = [f"[{place}] {share}" for place, each in enumerate(sources, 1) if (share := _share(each))]
-            print(f"\n\n{how}, from {', '.join(shown)}.")
-            print(f"{piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Sources:")
+            answer = piece.text.strip()
+            found = [f"[{number}]" for number, each in enumerate(sources, 1) if answer and answer in each["text"]]
+            how = "Quoted" if extractive else "Free answer"
+            where = f", found in {', '.join(found)}" if found else ""
+            read = "Read:" if sources else "No passage was read."
+            print(f"\n\n{how}{where}. {piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. {read}")
     for number, each in enumerate(sources, 1):
+        share = " and ".join(["text"] * bool(each["sentences"]) + [f"{each['slots']} slots"] * bool(each["slots"]))
         text = indent(each["text"], "    ")
-        print(shared.printable(f"\n[{number}] {each['source']} ({each['similarity']:.2f})\n{text}"))
-
-
-def _share(source: Mapping[str, Any]) -> str:
-    """What the prompt has of a passage: "text", "14 slots", "text and 14 slots", or ""."""
-    slots = source["slots"]
-    return " and ".join([*["text"] * bool(source["sentences"]), *[f"{slots} slots"] * (slots > 0)])
+        print(shared.printable(f"\n[{number}] {each['source']} ({each['similarity']:.2f}), {share}\n{text}"))

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from ctx_compress_rag.cli.shared import quiet_models
 from ctx_compress_rag.errors import CtxCompressError
 
 
@@ -66,6 +67,7 @@ def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
             logging.basicConfig(format="%(levelname)s: %(message)s")
             logging.getLogger("ctx_compress_rag").setLevel(logging.INFO if verbose else logging.WARNING)
             try:
+                quiet_models()
                 run(**options)
             except KeyboardInterrupt:
                 anew = ", without --no-resume," if options.get("no_resume") else ""

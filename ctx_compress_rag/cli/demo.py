@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import OwnBundle, quiet_models
+from ctx_compress_rag.cli.shared import OwnBundle
 
 
 @command("--store ./wikipedia")
@@ -22,7 +22,6 @@ def demo(
     """
     from ctx_compress_rag.indexing.demo import run_demo
 
-    quiet_models()
     report = run_demo(store, bundle)
     new, known = report.stored.added, report.stored.unchanged
     print(

@@ -62,7 +62,6 @@ def eval_(
         sentences("")
     if codec is not None:
         check_codec(codec)
-    shared.quiet_models()
     sets = question_sets(data, questions, passages or 1)
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     scored = evaluate_sets(

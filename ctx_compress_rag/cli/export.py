@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import quiet_models
 
 
 @command("runs/mine/bundle ./for-vllm")
@@ -30,7 +29,6 @@ def export(
 
     from ctx_compress_rag.bundle.bundle import Bundle
 
-    quiet_models()
     opened = Bundle.from_pretrained(bundle)
     if engine == "llama.cpp":
         from ctx_compress_rag.decoding.engines.gguf_weights import export_gguf

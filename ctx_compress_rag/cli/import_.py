@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import quiet_models
 
 
 @command("latent-context/0.6b-4b-LCLM-4x ./lclm")
@@ -41,7 +40,6 @@ def import_(
     from ctx_compress_rag.published.importing import Import
     from ctx_compress_rag.published.registry import FORMATS
 
-    quiet_models()
     if list_ or name is None:
         for each in FORMATS:
             for arguments, license in each.known:

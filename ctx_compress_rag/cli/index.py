@@ -75,13 +75,11 @@ def index(
         # Your app's collection keeps its own passages and vectors.
         own = {"embedder": embedder, "prune": prune, "repair": repair, "chunk_tokens": chunk_tokens}
         shared.check_apart(collection=collection, **own)
-        shared.quiet_models()
         bundle = bundle or DEFAULT_BUNDLE
         done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)
         print(_compressed(f"collection {collection}", done.added + done.updated, done.unchanged, bundle))
         return
     given = open_input(str(path))  # before models are loaded and a store is made
-    shared.quiet_models()
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, repair=repair)
     what, config = f"{report.files} {given.kind} in {path}", opened.bundle.config

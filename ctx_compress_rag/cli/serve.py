@@ -24,6 +24,7 @@ def serve(
             metavar="N", min=1, help="Clients send questions: retrieve N passages for each chat without markers."
         ),
     ] = None,
+    ratio: shared.Ratio = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_keys: Annotated[
@@ -89,8 +90,9 @@ def serve(
     if keys is not None and allowed_host:
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
     shared.check_apart(retrieve=retrieve, collection=collection)
+    if ratio is not None and retrieve is None:
+        raise ConfigError(f"--ratio {ratio} is for passages that are retrieved: give --retrieve N, too")
     limits = Limits(max_body, max_requests, max_tokens, longest_answer)
-    shared.quiet_models()
     retrieval = None
     with ExitStack() as stack:
         listener = stack.enter_context(run.listen(host, port, keys is not None))
@@ -98,7 +100,8 @@ def serve(
             index = stack.enter_context(open_index(store, bundle, device=device, dtype=dtype))
             served, opened = index.bundle, index.store
             if retrieve is not None:
-                retrieval = Retrieval(index, retrieve, Marking(opened), extractive=quotes(served, engine))
+                marking = Marking(opened, ratio)
+                retrieval = Retrieval(index, retrieve, marking, extractive=quotes(served, engine))
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:

@@ -72,6 +72,15 @@ ServerKey = Annotated[
 ]
 Retrieved = Annotated[int, typer.Option("--k", metavar="N", min=1, help="Passages to retrieve.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for tables and plots.")]
+Ratio = Annotated[
+    int | None,
+    typer.Option(
+        metavar="R",
+        min=1,
+        help="Source tokens per slot, a multiple of the store's; for a ram bundle, how many times shorter the passages "
+        "become.  [default: the smallest]",
+    ),
+]
 Ratios = Annotated[
     list[int] | None,
     typer.Option(metavar="R...", min=1, help="Source tokens per slot; for a ram bundle, how many times shorter."),

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,6 +40,8 @@ EMBEDDER_KEY = "ctx_embedder"
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _LOOKED_UP = 250
 """How many passages are looked up together: as many as Chroma answers in one query."""
+_FIRST = 8
+"""How many before them, so that progress shows early."""
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:
@@ -102,8 +104,8 @@ class PassageIndex:
         At most 250 passages are in memory at a time. After an interruption the same call resumes. A passage that then
         has only a vector is compressed when it is added again, or retrieved.
         """
-        stream = iter(passages)
-        while group := list(islice(stream, _LOOKED_UP)):
+        stream, sizes = iter(passages), chain([_FIRST], repeat(_LOOKED_UP))
+        while group := list(islice(stream, next(sizes))):
             missing = {str(passage.id): passage for passage in self._missing(group)}
             yield AddReport(0, 0, len(group) - len(missing))
             for batch in passage_batches(missing):

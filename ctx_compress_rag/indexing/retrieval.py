@@ -28,10 +28,10 @@ class Retrieval:
         return chat[-1]["role"] == "user" and not any(isinstance(part, Marker) for parts in split for part in parts)
 
     def ask(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
-        """The chat with passages for its last message, and these passages.
+        """The chat with passages for its last message, and those of which the decoder is shown something.
 
-        Of each: `id`, `source`, `similarity`, `text`, and what the decoder is shown of it: `sentences` (text) and the
-        number of `slots`.
+        Of each: `id`, `source`, `similarity`, `text`, and what is shown of it: `sentences` (text) and the number of
+        `slots`.
         """
         *earlier, last = chat
         question, store = last["content"], self.index.store
@@ -43,13 +43,10 @@ class Retrieval:
         sources = []
         for hit, each in zip(hits, shown, strict=True):
             parts = store.split(each, scope, "text")
-            sources.append(
-                {
-                    **vars(hit),
-                    "sentences": " ".join(part.strip() for part in parts if isinstance(part, str)).strip(),
-                    "slots": sum(part.slots for part in parts if isinstance(part, Marker)),
-                }
-            )
+            sentences = " ".join(part.strip() for part in parts if isinstance(part, str)).strip()
+            slots = sum(part.slots for part in parts if isinstance(part, Marker))
+            if sentences or slots:
+                sources.append({**vars(hit), "sentences": sentences, "slots": slots})
         context = PASSAGE_SEPARATOR.join(filter(None, shown))
         *system, asked = messages(self.index.bundle.config.template, context, question)
         return [*system, *earlier, asked], sources

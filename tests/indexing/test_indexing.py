@@ -290,6 +290,13 @@ def test_passages_that_the_bundle_reads_badly_are_warned_of(
         assert record.args[:2] == (2, "p0") and part in record.getMessage()
 
 
+def test_a_question_in_another_language_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fit = Fit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+    for question, said in ((ENGLISH, 0), ("Wie lange dauert die Garantie der Pumpe?", 1), (CHINESE, 1)):
+        fit.warn_of_question(question)
+        assert len(caplog.records) == said
+
+
 def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -> None:
     update(index, write_docs(tmp_path / "docs"))
     question = "Who is the mayor of the town?"

@@ -141,7 +141,9 @@ def test_an_llm_quotes_if_its_bundle_answers_best_so(
         assert not short.extractive and short.max_tokens < llm.max_tokens and app.bundle.config.name in caplog.text
         assert llm.sampling({"response_format": schema, "max_tokens": 300}).max_tokens == 300
         for options in ({"extractive": False}, {"engine": "http://localhost:1"}):
-            assert not framework.llm(store=app.store, **options).sampling({}).extractive
+            free = framework.llm(store=app.store, **options)
+            assert not free.sampling({}).extractive
+            assert free.sampling({"response_format": schema}).max_tokens == short.max_tokens
     finally:
         app.bundle.config = config
     assert not framework.llm(store=app.store).sampling({}).extractive

@@ -19,7 +19,7 @@ HEADERS = {"Authorization": f"Bearer {ANNA}"}
 
 
 def test_the_command_serves_until_it_is_told_to_stop(index: Path) -> None:
-    limits = ["--max-tokens", "4", "--max-prompt-tokens", "99", "--max-body", "4000", "--retrieve", "1"]
+    limits = ["--max-tokens", "4", "--max-prompt-tokens", "99", "--max-body", "4000", "--retrieve", "1", "--ratio", "8"]
     with serving(index, *limits) as (process, url):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(check_it_serves, [url] * 16))
@@ -48,7 +48,10 @@ def check_it_serves(url: str) -> None:
         assert long.status_code == 400 and "99 are allowed here" in long.json()["error"]["message"]
         assert http.post(f"{url}/completions", json={"model": "tiny", "prompt": "bees " * 1000}).status_code == 413
         body["messages"] = [{"role": "user", "content": "Who kept bees?"}]
-        assert len(http.post(f"{url}/chat/completions", json=body).json()["sources"]) == 1
+        [source] = http.post(f"{url}/chat/completions", json=body).json()["sources"]
+        [item] = http.post(f"{url}/compress", json={"input": source["text"], "ratio": 8}).json()["data"]
+        body["messages"] = [{"role": "user", "content": item["text"]}]
+        assert http.post(f"{url}/chat/completions", json=body).json()["usage"]["slots"] == source["slots"]
         assert httpx.get(f"{url}/models").status_code == 401
 
 
@@ -60,6 +63,7 @@ def check_it_serves(url: str) -> None:
         (["--max-body", "0"], "body_bytes=0"),
         (["--collection", "docs"], "give --bundle"),
         (["--collection", "docs", "--retrieve", "2"], "--retrieve and --collection"),
+        (["--ratio", "8"], "give --retrieve"),
         (["--engine", "http://localhost:1", "--batch-size", "4"], "batch_size"),
         (["--host", "192.0.2.1", "--api-keys", "keys"], "192.0.2.1:8000"),
         (["--allowed-host", "box.lan", "--api-keys", "keys"], "--allowed-host box.lan"),
