@@ -61,6 +61,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     SharedSystemClient.clear_system_cache()
 
 
+def write_my_docs(folder: Path) -> None:
+    (folder / "my_docs").mkdir()
+    for number, row in enumerate(ROWS):
+        (folder / "my_docs" / f"{number}.txt").write_text(str(row["context"]), encoding="utf-8")
+
+
 def run(block: str, given: dict[str, Any]) -> Any:
     """Run a code block; its last line is an expression, whose value is returned."""
     *lines, last = block.strip().splitlines()
@@ -87,15 +93,22 @@ def test_the_examples_of_quickstart_and_store_run(workplace: Path, capsys: pytes
 def test_the_chain_of_the_langchain_page_answers(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {}
     run(blocks("python", README)[1], given)
-    (block,) = blocks("python", DOCS / "langchain.md")
-    exec(block, given)
+    chain, indexed, own = blocks("python", DOCS / "langchain.md")
+    exec(chain, given)
     assert "five years" in capsys.readouterr().out
+    write_my_docs(workplace)
+    (command,) = commands("index")
+    assert main(command) == 0
+    for block, count in ((indexed, len(ROWS)), (own, 1)):
+        exec(block, given)
+        found = given["vectors"].similarity_search("How long does it last?", k=count)
+        assert "five years" in found[0].page_content
+        texts, ids = [each.page_content for each in found], [each.id for each in found]
+        assert given["store"].has(texts, ids) == [True] * count == [True] * len(given["store"])
 
 
 def test_own_files(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (workplace / "my_docs").mkdir()
-    for number, row in enumerate(ROWS):
-        (workplace / "my_docs" / f"{number}.txt").write_text(str(row["context"]), encoding="utf-8")
+    write_my_docs(workplace)
     (workplace / "questions.txt").write_text(f"{ROWS[0]['question']}\n", encoding="utf-8")
     for name in ("index", "ask", "info", "agree"):
         (command,) = commands(name)
