@@ -114,7 +114,6 @@ def update_index(
     cut = _Cut(given, index, chunk_tokens)
     added = unchanged = 0
     with tqdm(total=given.bytes, desc="indexing", unit="B", unit_scale=True) as bar:
-        bar.set_postfix_str("0 passages")
         for part in index.add(cut):
             added, unchanged = added + part.added, unchanged + part.unchanged
             bar.set_postfix_str(f"{added + unchanged} passages", refresh=False)

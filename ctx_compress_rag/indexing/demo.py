@@ -60,24 +60,15 @@ def run_demo(folder: str | Path, bundle: str | None = None) -> DemoReport:
     """Index the demo's corpus in a folder, if it is not there, and ask its questions with each kind of context."""
     corpus = wikipedia_corpus()
     with open_index(folder, bundle, create=True) as index:
-        stored = _add(index, corpus)
+        parts = list(tqdm(index.add(corpus.passages), desc="indexing", unit=" batches"))
         hits = index.search([question.text for question in corpus.questions], _RETRIEVED)
         systems = _compare(index, corpus, hits)
     return DemoReport(
-        stored=stored,
+        stored=AddReport(sum(part.added for part in parts), 0, sum(part.unchanged for part in parts)),
         retrieved=sum(q.needs in [hit.id for hit in found] for q, found in zip(corpus.questions, hits, strict=True)),
         systems=systems,
         tables=_tables(corpus, systems, hits),
     )
-
-
-def _add(index: PassageIndex, corpus: Corpus) -> AddReport:
-    added = unchanged = 0
-    with tqdm(total=len(corpus.passages), desc="indexing", unit="passage") as bar:
-        for part in index.add(corpus.passages):
-            added, unchanged = added + part.added, unchanged + part.unchanged
-            bar.update(part.added + part.unchanged)
-    return AddReport(added, 0, unchanged)
 
 
 def _compare(index: PassageIndex, corpus: Corpus, hits: list[list[Hit]]) -> list[DemoSystem]:

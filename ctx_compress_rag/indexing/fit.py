@@ -18,10 +18,8 @@ _ENGLISH = "the flood took the old mill on the river and its owner sold what was
 _FOREIGN = 1.4
 """Tokens per letter, of those of English, from which a language is little known. Measured with the tokenizer of
 SmolLM2: 0.7 to 1.1 in English texts, 1.4 in Italian, 1.6 to 2.1 in seven other European languages, more elsewhere."""
-_LETTERS = 40
-"""How many letters are enough to tell of a passage."""
-_ASKED = 20
-"""The same of a question: of 2,880 English ones, 12 seemed foreign."""
+_LETTERS = 20
+"""How many letters are enough to tell: of 2,880 English questions, 12 seemed foreign."""
 
 
 class Fit:
@@ -31,14 +29,13 @@ class Fit:
         self._bundle = bundle
         self._long: list[str] = []
         self._foreign: list[str] = []
-        self._warned = False
         self._most = _FOREIGN * self._tokens(_ENGLISH) / len(_ENGLISH)
 
     def look(self, passage: Passage) -> None:
         """Note a passage if it is read badly."""
         if self._tokens(passage.text) > self._bundle.config.max_tokens:
             self._long.append(str(passage.id))
-        if self._is_foreign(passage.text, _LETTERS):
+        if self._is_foreign(passage.text):
             self._foreign.append(str(passage.id))
 
     def warn(self) -> None:
@@ -59,14 +56,14 @@ class Fit:
 
     def warn_of_question(self, question: str) -> None:
         """Log a warning of the first question in a language that the bundle hardly knows."""
-        if not self._warned and self._is_foreign(question, _ASKED):
-            self._warned = True
+        if not self._foreign and self._is_foreign(question):
+            self._foreign.append(question)
             name = self._bundle.config.name
             logger.warning("the question takes far more tokens than English: %s hardly knows its language", name)
 
-    def _is_foreign(self, text: str, least: int) -> bool:
+    def _is_foreign(self, text: str) -> bool:
         words = " ".join(_WORDS.findall(text))
-        return len(words) >= least and self._tokens(words) > self._most * len(words)
+        return len(words) >= _LETTERS and self._tokens(words) > self._most * len(words)
 
     def _tokens(self, text: str) -> int:
         return len(text_ids(self._bundle.tokenizer, text))
