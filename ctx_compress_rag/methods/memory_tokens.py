@@ -70,6 +70,12 @@ class MemoryTokensCompressor(TrunkCompressor):
         self.memory = nn.Parameter(torch.zeros(config.slots, backbone.dim, device=backbone.device), requires_grad=False)
         self.begin = nn.Parameter(torch.zeros(config.begin, backbone.dim, device=backbone.device), requires_grad=False)
 
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """The vectors before a window stand for a token of the decoder's, which stays as it is."""
+        trained = super().trained_parameters()
+        self.begin.requires_grad_(False)
+        return [parameter for parameter in trained if parameter is not self.begin]
+
     def check_ratio(self, ratio: int, stored: int) -> None:
         self.config.check_ratios(stored, [ratio])
 

@@ -162,6 +162,8 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
     # The map's bias before a GELU that is zero, or B's factor A, may have none.
     moved = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.any()]
     assert len(moved) > len(trained) / 2
+    frozen = [p for n, p in bundle.compressor.named_parameters() if n == "begin"]  # a token's embedding
+    assert not any(parameter.requires_grad for parameter in frozen)
     assert all(p.grad is None for n, p in bundle.backbone.model.named_parameters() if "lora_" not in n)
 
 
