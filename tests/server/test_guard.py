@@ -1,10 +1,12 @@
 """What strangers may cost the server, which names it answers to without keys, and what is a key file."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +19,8 @@ from ctx_compress_rag.server.connection import LimitedProtocol
 from ctx_compress_rag.server.guard import Guard, Limits
 from ctx_compress_rag.server.metrics import Metrics
 from ctx_compress_rag.server.run import listen
-from helpers.serving import ANNA, WAIT, listening
+from helpers.langchain import QUESTION
+from helpers.serving import ANNA, WAIT, listening, post
 
 ONE, TWO = "k" * 16, "l" * 40
 HEAD = b"POST /v1/compress HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -113,6 +116,25 @@ def test_chunks_are_read(url: str) -> None:
         for part in (body[:7], body[7:], b""):
             connection.sendall(f"{len(part):x}\r\n".encode() + part + b"\r\n")
         assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are read from /proc")
+def test_canceled_requests_leave_nothing(url: str) -> None:
+    """But the threads of the loop's pool and the writer, which start when needed and stay, and a file for each."""
+    body: Any = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 500}
+
+    def canceled(times: int) -> tuple[int, int]:
+        with httpx.Client(headers={"Authorization": f"Bearer {ANNA}"}) as http:
+            for _ in range(times):
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(WAIT, read=0.02))
+        post(url, "completions", {"model": "tiny", "prompt": "x"})
+        pools = ("ctx-compress-", "asyncio_", "uvloop_")
+        others = [thread for thread in threading.enumerate() if not thread.name.startswith(pools)]
+        return len(others), len(list(Path("/proc/self/fd").iterdir()))
+
+    before, after = canceled(10), canceled(100)
+    assert after[0] <= before[0] and after[1] <= before[1] + 5, (before, after)
 
 
 def asked(url: str, headers: dict[str, str], path: str = "/v1/models") -> int:
