@@ -1,6 +1,6 @@
 """Soft context for RAG: compress passages once, keep them in Chroma, read them with a local decoder.
 
-Everything is imported on first use, so that `import ctx_compress_rag` does not import torch. Errors: `errors`.
+Public names are imported on first use, so that `import ctx_compress_rag` does not import torch. Errors are in `errors`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 
 
 def short_repr(value: object) -> str:
-    """A value as messages show it: at most about 80 characters, however long or deep it is."""
+    """Return a value as error messages show it, in at most about 80 characters, however long or nested the value is."""
     # YAML of a few lines can hold a value whose whole text takes hours to write.
     return repr(value[:80]) if isinstance(value, str) else reprlib.repr(value)[:80]
 
@@ -15,73 +15,73 @@ class CtxCompressError(Exception):
 
 
 class ConfigError(CtxCompressError, ValueError):
-    """A configuration, recipe or argument has an unknown or impossible value."""
+    """Raised for a configuration, recipe or argument with an unknown or impossible value."""
 
 
 class BundleError(CtxCompressError):
-    """A bundle is missing, damaged or of an unsupported format."""
+    """Raised if a bundle is missing, damaged or of an unsupported format."""
 
 
 class FingerprintMismatchError(CtxCompressError):
-    """The stored soft contexts were not made by the bundle in use."""
+    """Raised if a store's soft contexts were made with another bundle than the one in use."""
 
 
 class TimeUpError(CtxCompressError):
-    """Training stopped at its time limit, and a checkpoint is saved: the same command resumes."""
+    """Raised when training reached its time limit and saved a checkpoint, from which the same command resumes."""
 
 
 class TrainingError(CtxCompressError):
-    """Training failed: its loss or its weights are NaN or infinite, and further steps cannot change that."""
+    """Raised if the loss or the weights are NaN or infinite, which further training steps cannot change."""
 
 
 class StoreError(CtxCompressError):
-    """The store cannot be opened, read or written as asked."""
+    """Raised if the store cannot be opened, read or written to."""
 
 
 class StoreWriteError(StoreError):
-    """The store cannot be written to now: it is read-only, its disk is full, or Chroma refuses. Reading may work."""
+    """Raised if a store is read-only, its disk is full, or Chroma refuses a write. Reading may still work."""
 
 
 class StoreLockedError(StoreWriteError):
-    """Another process has been writing to the same store path for longer than this one waits."""
+    """Raised if another process or thread has held the locks of the store's folder for longer than the timeout."""
 
 
 class PayloadError(StoreError, ValueError):
-    """A soft context cannot be encoded or decoded: non-finite, truncated or of the wrong shape."""
+    """Raised if a soft context or its record is unusable (not finite, truncated, changed or of the wrong shape)."""
 
 
 class MissingPassageError(CtxCompressError, KeyError):
-    """A requested passage is not in the store."""
+    """Raised if a requested passage is not in the store."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0]) if self.args else ""
 
 
 class UnreadableMarkerError(CtxCompressError, ValueError):
-    """Text in a marker's form cannot be read: it was written with another key or scope, or changed since."""
+    """Raised for text in the form of a marker that was written with another key or scope, or changed afterwards."""
 
 
 class DecoderMemoryError(CtxCompressError, MemoryError):
-    """The decoder ran out of memory while reading or answering a prompt."""
+    """Raised if the decoder runs out of memory while it reads or answers a prompt."""
 
 
 class ServerError(CtxCompressError):
-    """The server that runs the decoder cannot be reached, refuses a request, or ends in the middle of an answer."""
+    """Raised if the decoder's server cannot be reached, refuses a request, or stops in the middle of an answer."""
 
 
 class MissingExtraError(CtxCompressError, ImportError):
-    """An optional package is needed but not installed."""
+    """Raised if an optional package is needed but not installed."""
 
 
 class RatioError(ConfigError):
-    """The requested ratio cannot be made from the stored slots."""
+    """Raised if the compressor cannot make the requested ratio, or it cannot be made from the stored slots."""
 
 
 class DataError(CtxCompressError, ValueError):
-    """Training or evaluation data is malformed, or held-out questions would reach training."""
+    """Raised if training or evaluation data is malformed, or held-out questions are among the training data."""
 
 
 def conversion(error: UnicodeDecodeError) -> str:
-    """The command that converts what could not be read to UTF-8, for messages."""
+    """Return the shell command that converts a file to UTF-8, for the message about bytes that are not UTF-8."""
     coding = "UTF-16" if error.object[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "LATIN1"
     return f"iconv -f {coding} -t UTF-8"

@@ -1,4 +1,4 @@
-"""Imports of optional packages: a missing one is named together with the extra that installs it."""
+"""Imports of optional packages, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ctx_compress_rag.errors import MissingExtraError
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Wrap the import of a package that comes with an extra; the MissingExtraError says how to install it."""
+    """Raise a MissingExtraError that says how to install the extra if an import in the `with` block fails."""
     try:
         yield
     except ModuleNotFoundError as error:

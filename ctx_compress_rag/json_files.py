@@ -1,4 +1,4 @@
-"""JSON files that are never half written, whenever a process is killed."""
+"""Write JSON files so that a killed process leaves none half written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write or replace a JSON file; raises OSError if it cannot be written."""
+    """Write or replace a JSON file. Raise OSError if it cannot be written."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     part.replace(file)

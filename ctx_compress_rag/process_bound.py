@@ -1,4 +1,4 @@
-"""Objects that hold a model or an open store."""
+"""The base class of objects that hold a model or an open store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ctx_compress_rag.errors import ConfigError
 
 
 class ProcessBound:
-    """Base of objects that cannot be pickled, and that deep copies share."""
+    """Base class of objects that cannot be pickled (ConfigError), and whose deep copy is the object itself."""
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError(f"a {type(self).__name__} cannot be pickled: open it in the other process")

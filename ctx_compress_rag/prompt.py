@@ -1,4 +1,4 @@
-"""Prompts as a decoder reads them: token ids, slots between them, and which tokens are answers."""
+"""Prompts as a decoder reads them, made of token ids and slots, with a mask of the tokens that are answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Piece = Tensor
 
 
 class QuotedToken(NamedTuple):
-    """A token, and how many tokens must follow at least before a quotation may end: 0 if it may end here."""
+    """A token of a quotable text. A quotation that has it may end `to_end` tokens later, not before (0: with it)."""
 
     id: int
     to_end: int
@@ -28,7 +28,7 @@ class QuotedToken(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Quotable:
-    """Texts that an answer may quote; see `text.quoting`."""
+    """The texts that an extractive answer may quote, as `text.quoting.quotable` makes them."""
 
     tokens: tuple[QuotedToken | None, ...]  # of all texts; None where a quotation cannot continue, as after each text
     # The quotations that begin with a token, by its id. Each is its first tokens that are not in `tokens` (may be
@@ -38,7 +38,7 @@ class Quotable:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A prompt as the model reads it, optionally with its answers."""
+    """A prompt as the decoder reads it, in training together with its answers."""
 
     pieces: tuple[Piece, ...]
     answers: Tensor  # True on the answers' tokens: bool (length,)
@@ -47,7 +47,7 @@ class Prompt:
 
     @classmethod
     def of(cls, *pieces: Piece) -> Prompt:
-        """Make a prompt without answers; all its vectors are slots."""
+        """Make a prompt without answers, in which all vectors are slots."""
         flags = torch.zeros(sum(len(piece) for piece in pieces), dtype=torch.bool)
         return cls(pieces, flags, soft=any(piece.is_floating_point() for piece in pieces))
 
@@ -64,22 +64,22 @@ class Prompt:
         return sum(len(piece) for piece in self.pieces if piece.is_floating_point())
 
     def ids(self) -> Tensor:
-        """The token ids, 0 at vectors: int64 (length,)."""
+        """Return the token ids, int64 (length,), with 0 at the places of vectors."""
         return torch.cat([torch.zeros(len(p), dtype=torch.long) if p.is_floating_point() else p for p in self.pieces])
 
     def vector_mask(self) -> Tensor:
-        """True at vectors: bool (length,)."""
+        """Return a mask, bool (length,), that is True at the places of vectors."""
         return torch.cat([torch.full((len(p),), p.is_floating_point()) for p in self.pieces])
 
     def then(self, answer: Tensor) -> Prompt:
-        """The same prompt with an answer's token ids (L,) appended."""
+        """Return a copy of the prompt with an answer's token ids (L,) appended."""
         flags = torch.ones(len(answer), dtype=torch.bool)
         return replace(self, pieces=(*self.pieces, answer), answers=torch.cat((self.answers, flags)))
 
 
 @dataclass(frozen=True, eq=False)
 class PromptTemplate:
-    """A prompt, optionally with its answers, with holes for its passages."""
+    """A prompt with a hole for each passage, in training together with its answers."""
 
     ids: tuple[Tensor, ...]  # token ids of the text between the holes; hole i is between ids[i] and ids[i + 1]
     answers: tuple[Tensor, ...]  # bool masks of the same lengths, True on the answers' tokens
@@ -89,7 +89,7 @@ class PromptTemplate:
         return cls(tuple(ids), tuple(torch.zeros(len(part), dtype=torch.bool) for part in ids))
 
     def fill(self, slots: Sequence[Tensor]) -> Prompt:
-        """The prompt with slots (S, D) in each hole."""
+        """Return the prompt with the holes filled by `slots`, a tensor (S, D) for each hole."""
         pieces, answers = [self.ids[0]], [self.answers[0]]
         for run, ids, mask in zip(slots, self.ids[1:], self.answers[1:], strict=True):
             pieces += [run, ids]

@@ -1,4 +1,4 @@
-"""SoftContext: the matrix of vectors that stands for a passage."""
+"""The soft context of a passage, and the merging of its slots to coarser ratios."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ctx_compress_rag.errors import ConfigError, RatioError
 
 @dataclass(frozen=True, eq=False)
 class SoftContext:
-    """A compressed passage, in the compressor's own space (before the reader's projection).
+    """The slots of a passage, in the compressor's own space (before the reader's projection).
 
     Attributes:
         slots: float tensor (slots, dim), on the CPU.
-        token_counts: int64 tensor (slots,): how many source tokens each slot stands for.
+        token_counts: int64 tensor (slots,), the number of source tokens that each slot stands for.
     """
 
     slots: Tensor
@@ -36,16 +36,16 @@ class SoftContext:
 
     @property
     def n_tokens(self) -> int:
-        """Number of source tokens that the whole context stands for."""
+        """Number of source tokens that all slots together stand for."""
         return int(self.token_counts.sum())
 
     def merge(self, factor: int) -> SoftContext:
-        """Merge each run of `factor` neighboring slots into their mean, weighted by source tokens.
+        """Return a soft context with one slot for each `factor` neighboring ones, their mean weighted by token counts.
 
         For mean pooling this equals pooling the hidden states at `factor` times the ratio (Simple
         Context Compression, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.
 
-        Shape: (S, D) -> (ceil(S / factor), D)
+        Shape: (S, D) -> (ceil(S / factor), D). Raises RatioError if `factor` is below 1.
         """
         if factor < 1:
             raise RatioError(f"factor={factor}: give 1 or more slots to merge into one")
@@ -56,10 +56,10 @@ class SoftContext:
 
 
 def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Weighted mean over consecutive, non-overlapping windows (Simple Context Compression, eq. 3-4).
+    """Return the weighted mean and the weight of each of consecutive windows (Simple Context Compression, eq. 3-4).
 
-    Positions of weight 0 (padding) do not count; a window of only padding gives a zero vector of
-    weight 0. Sums are at least float32: in float16, sums over 128 tokens overflow.
+    Positions of weight 0 (padding) do not count. A window of only padding gives a zero vector of
+    weight 0. Sums are at least float32, because in float16 sums over 128 tokens overflow.
 
     Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
     """
@@ -76,7 +76,7 @@ def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]
 
 
 def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
-    """How many slots, stored at `base` source tokens each, become one at `ratio`; RatioError if none do."""
+    """Return how many slots stored at the ratio `base` become one at `ratio`. Raise RatioError if none can."""
     if ratio < base or ratio % base:
         raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: choose a multiple of {base}")
     if ratio != base and not nestable:
@@ -88,6 +88,6 @@ def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
 
 
 def check_window(ratio: int, window: int) -> None:
-    """Raise a RatioError for a ratio that does not divide an encoder's window."""
+    """Raise RatioError if a ratio does not divide an encoder's window (in tokens)."""
     if ratio < 1 or window % ratio:
         raise RatioError(f"ratio {ratio} does not divide the encoder's window of {window} tokens")

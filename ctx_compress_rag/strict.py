@@ -1,4 +1,4 @@
-"""The base class of settings, checks of arguments, and how messages describe a wrong value."""
+"""The base class of settings, checks of arguments, and descriptions of wrong values for error messages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
 
 
 class Strict(BaseModel):
-    """Immutable settings that refuse unknown keys by name."""
+    """Base class of immutable settings. An unknown key raises pydantic's ValidationError, which names the key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 @cache
 def any_of(classes: tuple[type[Strict], ...], key: str) -> TypeAdapter[Any]:
-    """An adapter that reads settings of any of these classes, told apart by their literal field `key`."""
+    """Return a pydantic adapter that reads settings of all these classes, told apart by their literal field `key`."""
     union: Any = Annotated[reduce(or_, classes), Field(discriminator=key)]
     return TypeAdapter(union)
 
 
 def validate(name: str, value: object, rule: TypeAdapter[T]) -> T:
-    """Validate an argument by a pydantic rule, which reads 16, 16.0 and "16" alike; a ConfigError names it."""
+    """Return an argument as a pydantic rule converts it (16, 16.0 and "16" alike), or raise ConfigError."""
     try:
         return rule.validate_python(value)
     except ValidationError as error:
@@ -61,12 +61,12 @@ def as_seconds(name: str, value: object) -> float:
 
 
 def explain(error: ValidationError) -> str:
-    """Describe all errors in one line: the field, the problem, and the value given."""
+    """Describe all faults that pydantic found in one line, each with its field, the problem and the value given."""
     return "; ".join(explain_fault(fault) for fault in error.errors())
 
 
 def explain_fault(fault: Mapping[str, Any]) -> str:
-    """Describe one of pydantic's errors: the field, the problem, and the value given."""
+    """Describe one fault that pydantic found, with its field, the problem and the value given."""
     where = ".".join(str(place) for place in fault["loc"])
     match fault["type"]:
         case "missing":
@@ -83,7 +83,7 @@ def explain_fault(fault: Mapping[str, Any]) -> str:
 
 
 def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse an option of `what` that is unknown by a ConfigError that names the nearest."""
+    """Raise ConfigError if one of the options given to `what` is unknown. The message names a similar known option."""
     names = list(known)
     for name in given:
         if name not in names:

@@ -1,4 +1,4 @@
-"""Bundles: what training makes and everything else loads."""
+"""The bundle, which training makes and everything else loads."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _TOKENS_PER_BATCH = 8192
 
 
 class Bundle(PlainDecoder):
-    """A compressor, a reader and the decoder they were trained for.
+    """A compressor and a reader, with the decoder that they were trained for.
 
     Attributes:
         config: the bundle's settings.
         backbone: the decoder's weights, shared by compressor, reader and full-text decoding.
-        compressor: text side.
-        reader: decoder side.
-        report: how it was trained.
+        compressor: makes slots of texts.
+        reader: makes input embeddings of slots.
+        report: how the bundle was trained; empty if unknown.
 
     ```python
     bundle = Bundle.from_pretrained("smollm2-135m")
@@ -100,26 +100,26 @@ class Bundle(PlainDecoder):
         device_map: str | Mapping[str, Any] | None = None,
         quantization_config: Any = None,
     ) -> Bundle:
-        """Open a bundle from a folder, by shipped name (`smollm2-135m`), or from the hub.
+        """Load a bundle from a folder, by a shipped name (`smollm2-135m`), or from the hub.
 
-        The decoder's weights are loaded when something needs them: compressing, answering with transformers, training.
+        The decoder's weights are loaded at their first use (compressing, answering with transformers, training).
 
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
-            device: where to put it; None chooses CUDA, MPS or the CPU, in that order.
-            revision: a hub revision; refused for a folder or a shipped name, which have none.
-            changes: settings to use in place of the stored config's, for a further stage of training;
-                the stored weights must fit them.
-            dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. It does not
-                change the fingerprint.
-            device_map: where each part of the decoder goes, as transformers takes it, in place of `device`.
+            device: where to put the bundle; None chooses CUDA, MPS or the CPU, in that order.
+            revision: a hub revision (None: the newest); refused for a folder or a shipped name, which have none.
+            changes: settings that replace those of the stored config, for a further stage of training;
+                the stored weights must fit the new settings.
+            dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. The fingerprint
+                does not depend on the dtype.
+            device_map: the device of each part of the decoder, in the form of transformers; replaces `device`.
             quantization_config: quantizes the decoder's weights during loading: any of transformers' configs
                 (`BitsAndBytesConfig`, `TorchAoConfig`, ...). Such a decoder cannot be saved or exported.
 
         Raises:
             BundleError: the bundle is missing or damaged; the message names the file.
-            ConfigError: its config has unknown or impossible values, or the decoder is to be quantized but the method
-                needs a copy of it.
+            ConfigError: the bundle's config has unknown or impossible values, or `quantization_config` is given but
+                the method needs a copy of the decoder.
         """
         with said_on_terminals(f"opening the bundle {name_or_path}"):
             folder = find_bundle(name_or_path, revision)
@@ -177,11 +177,11 @@ class Bundle(PlainDecoder):
         Args:
             config: the bundle's settings.
             backbone: the decoder.
-            teacher: a peft adapter folder that makes the decoder the full-text teacher; None if the
+            teacher: the folder of a peft adapter that makes the decoder the full-text teacher; None if the
                 decoder itself is the teacher.
 
         Raises:
-            BundleError: the teacher is not a peft adapter folder, or does not fit the decoder.
+            BundleError: `teacher` is not the folder of a peft adapter, or the adapter does not fit the decoder.
         """
         if isinstance(config.decoder, GgufDecoder):
             config = config.model_copy(update={"decoder": pinned(config.decoder, config.revision)})
@@ -193,12 +193,12 @@ class Bundle(PlainDecoder):
         return cls(config, backbone, compressor, reader)
 
     def positions(self, slots: int) -> int:
-        """Positions of the decoder that so many slots of a passage take, the reader's own vectors included."""
+        """Return how many positions of a prompt so many slots of a passage take, with the vectors of the reader."""
         return self.reader.positions(slots)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the config, the weights and the decoder, see `identity`: 64 hex digits."""
+        """SHA-256 of the config, the weights and the decoder (see `identity.fingerprint`), as 64 hex digits."""
         if self._fingerprint is None:
             states = {part: module.saved_state() for part, module in self.parts.items()}
             adapters = self.backbone.adapters & states.keys()
@@ -211,7 +211,7 @@ class Bundle(PlainDecoder):
 
     @property
     def teacher_digest(self) -> str:
-        """64 hex digits that identify the adapter that reads text, in any precision; "" if there is none."""
+        """64 hex digits that identify the full-text teacher's adapter, in any precision; "" if there is no adapter."""
         if TEACHER not in self.backbone.adapters:
             return ""
         if self._folder is None or self.backbone.loaded:
@@ -220,38 +220,38 @@ class Bundle(PlainDecoder):
 
     @property
     def parts(self) -> dict[str, Compressor | Reader]:
-        """The two sides by name, which is also the name of their folder and of their adapter."""
+        """The compressor and the reader by name, which is also the name of the folder and the adapter of each."""
         return {"compressor": self.compressor, "reader": self.reader}
 
     def save_pretrained(self, folder: str | Path, *, int8: bool = False) -> None:
-        """Write the bundle: config, safetensors weights in half precision, report and model card.
+        """Write the bundle's config, its weights (safetensors in half precision), training report and model card.
 
-        The weights in memory are rounded to what is written, so this object and the saved one are the
-        same bundle with the same fingerprint. All adapters, including the teacher's, are ordinary peft adapters.
+        The weights in memory are rounded to what is written, so that this object and the saved bundle have
+        the same fingerprint. All adapters, including the teacher's, are written as ordinary peft adapters.
 
         Args:
             folder: where to write; an existing bundle is overwritten.
-            int8: write all matrices (of the decoder, its copies and the adapters) in 8 bits: half the size. Only this
-                library reads them; for others, such as peft or vLLM, load the bundle and save it without `int8`.
+            int8: write all matrices (of the decoder, its copies and the adapters) in 8 bits, at half the size. Only
+                this library reads such files; for peft or vLLM, load the bundle and save it without `int8`.
 
         Raises:
-            ConfigError: the folder is a file, or has a README.md or config.json that is not a bundle's, or a teacher
-                that is no bundle's and that this bundle would be loaded with.
+            ConfigError: `folder` is a file, has a README.md or config.json that is not a bundle's, or has a folder
+                `teacher` that is not a bundle's and would be loaded as this bundle's teacher.
         """
         save(self, Path(folder), int8=int8)
         self._fingerprint = None
         self.save_report(folder)
 
     def save_report(self, folder: str | Path) -> None:
-        """Write `report` and the model card into the bundle's folder, but not its weights."""
+        """Write only the training report and the model card into the bundle's folder."""
         Path(folder, REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         Path(folder, "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the bundle to the Hugging Face hub; returns the commit's URL.
+        """Upload the bundle to the Hugging Face hub and return the commit's URL.
 
         Raises:
-            ConfigError: the license of an imported bundle does not let anyone publish it.
+            ConfigError: `private` is False, and the licenses of this imported bundle do not let anyone publish it.
         """
         import tempfile
 
@@ -276,7 +276,7 @@ class Bundle(PlainDecoder):
         self.compressor.check_ratio(ratio, ratio)
 
     def can_read(self, ratio: int, stored: int | None = None) -> bool:
-        """Whether passages stored at the ratio `stored`, by default the base ratio, can be read at a ratio."""
+        """Whether slots stored at the ratio `stored` (None: the base ratio) can be read at the ratio `ratio`."""
         try:
             self.compressor.check_ratio(ratio, self.config.base_ratio if stored is None else stored)
         except RatioError:
@@ -285,7 +285,7 @@ class Bundle(PlainDecoder):
 
     @property
     def reads_slots_alone(self) -> bool:
-        """Whether stored slots are a context by themselves, whatever is asked; not with close reading (RAM)."""
+        """Whether stored slots are a context for every question; False for RAM, which chooses by the question."""
         try:
             self.compressor.merge_factor(self.config.base_ratio, self.config.base_ratio)
         except ConfigError:
@@ -293,7 +293,7 @@ class Bundle(PlainDecoder):
         return True
 
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
-        """Compress passages.
+        """Compress passages, and return their soft contexts in order.
 
         A passage longer than the encoder's window (`config.max_tokens`) is compressed window by window.
 
@@ -322,30 +322,33 @@ class Bundle(PlainDecoder):
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
-        """A soft context as input embeddings on the decoder's device and in its precision.
+        """Return a soft context as input embeddings, on the decoder's device and in the decoder's precision.
 
-        Shape: -> (`reader.positions(slots)`, decoder dim)
+        Shape: (S, D) -> (`reader.positions(S)`, decoder dim)
         """
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded.to(self.backbone.dtype)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """A context manager that locks the decoder for this thread, set up to read soft contexts.
+        """Return a context manager that locks the decoder for this thread, set up to read soft contexts.
 
         Args:
-            slot_mask: bool (batch, length), True at the slots of the prompts that it will read.
+            slot_mask: bool (batch, length), True at the slots of the prompts that the decoder will read.
         """
         return self.reader.decoder(slot_mask)
 
 
 def load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
-    """Load an adapter's weights; raises BundleError if they are damaged or do not fit."""
+    """Load an adapter's weights from its folder. Raise BundleError if they are damaged or do not fit the decoder."""
     backbone.load_adapter_state(name, read_adapter(folder))
 
 
 def add_teacher(backbone: Backbone, folder: Path) -> None:
-    """Add a peft adapter folder to a decoder as its full-text teacher; BundleError if it is none, or does not fit."""
+    """Add the peft adapter in `folder` to a decoder, as its full-text teacher. Raise BundleError if there is none.
+
+    The adapter is loaded with the decoder's weights, and raises BundleError then if it does not fit the decoder.
+    """
     if not (folder / ADAPTER_CONFIG_FILE).exists():
         raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
     read_adapter(folder)  # a damaged one shows at once

@@ -1,4 +1,4 @@
-"""The model card that goes into every bundle."""
+"""The model card (README.md) in every bundle's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIMIT = "Compression loses detail: run `ctx-compress eval` on your own question
 
 
 def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str) -> str:
-    """The card's text, in the hub's format."""
+    """Return the text of a bundle's model card, in the hub's format."""
     decoder = config.decoder_name or "in `decoder/`"
     recipe = report.get("recipe", {})
     license = recipe.get("decoder_license")
@@ -68,7 +68,7 @@ bundle = Bundle.from_pretrained("path/to/this/folder")  # or its id on the hub
 
 
 def _score_table(name: str, given: Mapping[str, Any]) -> str:
-    """One set's F1 as Markdown: a row for each context, a column for each ratio."""
+    """Return the F1 of one set of questions as a Markdown table, a row for each context, a column for each ratio."""
     ratios = sorted({row["ratio"] for row in given["f1"] if row["ratio"] is not None})
     cells = {(row["context"], row["ratio"]): f"{row['f1']:.3f} ± {row['error']:.3f}" for row in given["f1"]}
     lines = [["context", "", *(f"{ratio}x" for ratio in ratios)], ["---"] * (len(ratios) + 2)]
@@ -79,7 +79,7 @@ def _score_table(name: str, given: Mapping[str, Any]) -> str:
 
 
 def _steps(report: Mapping[str, Any]) -> str:
-    """Steps of all stages, from the first."""
+    """Return the number of training steps in all stages, as text."""
     stages = [stage.get("steps", "unknown") for stage in _stages(report)]
     if len(stages) < 2 or "unknown" in stages:
         return str(stages[-1]) if stages else "unknown"
@@ -87,5 +87,5 @@ def _steps(report: Mapping[str, Any]) -> str:
 
 
 def _stages(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The reports of all stages, from the first."""
+    """Return the training reports of all stages, from the first."""
     return [*_stages(report.get("earlier", {})), report] if report else []

@@ -1,4 +1,4 @@
-"""The configuration of a bundle. Unknown keys and impossible values are refused by name."""
+"""The settings of a bundle. Errors name unknown keys and impossible values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES
 
 
 class Source(Strict):
-    """Where a bundle was imported from.
+    """The published checkpoint that a bundle was imported from.
 
     Attributes:
-        name: the published checkpoint: a hub id, or a folder's name.
-        revision: its commit on the hub.
-        subfolder: the part of the repository that was read.
-        format: the importer's name for its format.
-        licenses: of its weights ("checkpoint"), of the decoder, and of an encoder with weights of its own.
-        shareable: whether the licenses of all that the bundle holds let anyone publish it.
+        name: hub id of the checkpoint, or the name of its folder.
+        revision: commit of the checkpoint on the hub; None for a folder.
+        subfolder: folder of the checkpoint in its repository or folder; None for the root.
+        format: name of the checkpoint's format, as in `published.registry`.
+        licenses: licenses of "checkpoint", "decoder" and, if it has weights of its own, "encoder".
+        shareable: whether the licenses of all that the bundle holds let anyone publish the bundle.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Source(Strict):
 
 
 class BundleConfig(Strict):
-    """The contents of a bundle's config.json.
+    """The settings in a bundle's config.json.
 
     Attributes:
         format: version of the bundle format.
@@ -46,23 +46,23 @@ class BundleConfig(Strict):
         method: the compression method and its settings.
         decoder: hub id or path of the decoder, or its GGUF file; None when the bundle ships it in `decoder/`.
         revision: the decoder's revision on the hub.
-        subfolder: where the decoder is in there.
+        subfolder: the decoder's folder in its repository or folder; None for the root.
         base_ratio: source tokens per slot in the store.
-        ratios: the ratios it was trained for.
-        max_tokens: the encoder's window; longer passages are compressed window by window.
-        reads: one line about the texts it is meant for.
-        template: the prompt template that it was trained with, see `text.templates`.
-        answer_tokens: tokens of the longest answer that it was trained on.
-        extractive: whether it answers best by quoting (`Sampling.extractive`), which is then the default of commands
-            and LLM classes.
-        decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if it has a commit on the hub, or
-            its own SHA-256.
-        text_share: the share of a prompt's budget for several passages that is best spent on sentences as text, if the
-            bundle was measured (see `marking.mark.mark`); None shows each passage as slots.
-        separator: what stands between two passages in a prompt.
-        answer_prefix: with what an answer from passages begins, as part of the prompt.
-        chat_template: the chat format it was trained with, in place of the decoder's own; None for the decoder's.
-        source: where it was imported from; None for a bundle trained here.
+        ratios: the ratios that the bundle was trained for.
+        max_tokens: the encoder's window in tokens; longer passages are compressed window by window.
+        reads: one line about the texts that the bundle is meant for.
+        template: the prompt template of the bundle's training, see `text.templates`.
+        answer_tokens: number of tokens of the longest answer in training.
+        extractive: whether the bundle answers best by quoting (`Sampling.extractive`), which is then the default of
+            commands and LLM classes.
+        decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if `decoder` is on the hub (then
+            its commit identifies it) or a GGUF file (then the file's own SHA-256 does).
+        text_share: the share (0 to 1) of the budget for several passages to spend on sentences as text, as measured
+            for the bundle (see `marking.mark.mark`); None shows each passage as slots.
+        separator: the text between two passages in a prompt.
+        answer_prefix: the text that an answer from passages begins with, as part of the prompt.
+        chat_template: the chat format of the bundle's training; None for the decoder's own.
+        source: where the bundle was imported from; None if it was trained with this library.
     """
 
     format: Literal[1] = 1
@@ -87,7 +87,7 @@ class BundleConfig(Strict):
 
     @property
     def decoder_name(self) -> str | None:
-        """The decoder's name; None if the bundle ships it."""
+        """Hub id, path or GGUF file of the decoder; None if the bundle ships the decoder."""
         return None if self.decoder is None else str(self.decoder)
 
     @model_validator(mode="after")

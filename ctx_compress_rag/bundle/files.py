@@ -1,4 +1,4 @@
-"""A bundle's folder: how to find it, its file names, and how to read its files."""
+"""The files in a bundle's folder, and how the folder is found and its files are read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _LARGEST_TOKENIZER = 2**28
 
 
 def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
-    """Find a bundle's folder: a local one, a shipped one, or one downloaded from the hub."""
+    """Return the folder of a local or shipped bundle, or of one that is now downloaded from the hub.
+
+    Raises BundleError if there is no such bundle, ConfigError if the name is blank or a folder is given a revision.
+    """
     shown = str(name_or_path) if isinstance(name_or_path, Path) else name_or_path
     none = f"no bundle {shown!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"
     if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip() or name_or_path == Path():
@@ -70,7 +73,7 @@ def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
 
 
 def _is_bundle(config: bytes) -> bool:
-    """Whether this is a bundle's config, however damaged, and not that of another kind of checkpoint."""
+    """Whether a config.json may be a damaged or intact bundle's, not that of another kind of checkpoint."""
     try:
         found = json.loads(config)
     except (ValueError, RecursionError):
@@ -86,7 +89,7 @@ def _not_a_bundle(name: str | Path) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Raise BundleError for files, maybe a stranger's, whose reading could take for ever or fill the memory."""
+    """Raise BundleError if reading the files, maybe a stranger's, could take for ever or fill the memory."""
     for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if path.suffix in _READ:
             _check_file(path)
@@ -105,19 +108,19 @@ def _check_file(path: Path) -> None:
 
 
 def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
-    """The size and modification time of a bundle's weight files."""
+    """Return the size (bytes) and modification time (nanoseconds) of each weight file of a bundle."""
     files = {path: path.stat() for path in folder.glob("*/*.safetensors")}
     return {path: (status.st_size, status.st_mtime_ns) for path, status in files.items()}
 
 
 def check_unchanged(folder: Path, before: Mapping[Path, tuple[int, int]]) -> None:
-    """Refuse to load weights that are no longer those of the fingerprint; raises BundleError."""
+    """Raise BundleError if weight files changed since `stamps` gave `before`, and so no longer fit the fingerprint."""
     if stamps(folder) != before:
         raise BundleError(f"the weights in {folder} changed after the bundle was opened: open it again")
 
 
 def check_free(folder: Path) -> None:
-    """Raise ConfigError if the folder is a file, or has files that are not a bundle's."""
+    """Raise ConfigError if the folder is a file, or has a config.json or README.md that is not a bundle's."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder")
     if any((folder / name).exists() for name in (CONFIG_FILE, "README.md")):
@@ -128,7 +131,10 @@ def check_free(folder: Path) -> None:
 
 
 def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleConfig:
-    """Read a bundle's settings, some replaced; BundleError if there are none, ConfigError if they are impossible."""
+    """Return the settings in a config.json, with `changes` to them.
+
+    Raises BundleError if the file is missing or not a bundle's, ConfigError for unknown or impossible values.
+    """
     if not path.is_symlink() and not path.exists():
         raise BundleError(_not_a_bundle(path.parent))
     _check_file(path)
@@ -142,7 +148,7 @@ def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleC
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a bundle's training report, empty if there is none; raises BundleError if it is damaged."""
+    """Return a bundle's training report, empty without a file. Raise BundleError if the file is damaged."""
     try:
         report = json.loads(path.read_bytes()) if path.exists() else {}
     except (ValueError, RecursionError) as error:
@@ -153,7 +159,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file's tensors, unpacked from 8 bits; raises BundleError if it is missing or damaged."""
+    """Return a file's tensors by name, unpacked from 8 bits. Raise BundleError if it is missing or damaged."""
     try:
         tensors = from_int8(load_file(path))
     except FileNotFoundError:
@@ -169,7 +175,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def decoder_tensors(folder: Path) -> Mapping[str, Tensor]:
-    """The tensors of a decoder that is part of a bundle; raises as `read_tensors`."""
+    """Return the tensors, by name, of the decoder in a bundle's folder `decoder`. Raise errors as `read_tensors`."""
     if (folder / INT8_FILE).exists():
         return read_tensors(folder / INT8_FILE)
     shards = sorted(folder.glob("*.safetensors"))
@@ -177,7 +183,7 @@ def decoder_tensors(folder: Path) -> Mapping[str, Tensor]:
 
 
 class _Shards(Mapping[str, Tensor]):
-    """The tensors of several files, each read when it is asked for: together they may not fit into memory."""
+    """The tensors of several files. Each is read when asked for, because all together may not fit into memory."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
@@ -198,6 +204,6 @@ class _Shards(Mapping[str, Tensor]):
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of an adapter's folder, in 8 bits or not; raises as `read_tensors`."""
+    """Return the tensors, by name, of an adapter's folder, unpacked from 8 bits. Raise errors as `read_tensors`."""
     int8 = folder / INT8_ADAPTER_FILE
     return read_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)

@@ -1,4 +1,4 @@
-"""A bundle's fingerprint: what ties a store to the bundle that made its slots."""
+"""The fingerprint of a bundle, which ties a store to the bundle that made its slots."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", *_
 
 
 def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:
-    """What identifies the decoder's files: 64 hex digits, or "" if it has a commit or a SHA-256 of its own.
+    """Return 64 hex digits that identify the decoder's files; "" for one on the hub (commit) or in GGUF (own SHA-256).
 
-    `shipped` is the folder of a decoder that is part of the bundle; None if the bundle was not saved yet.
+    `shipped` is the folder of a decoder that is part of the bundle; None reads the decoder in memory instead.
     """
     if config.decoder is None:
         return digest_in_memory(backbone.model, backbone.tokenizer) if shipped is None else files_digest(shipped)
@@ -31,7 +31,7 @@ def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | Non
 
 
 def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """SHA-256 of the settings that change a slot or its reading, the decoder's commit and digest, and all tensors.
+    """Return the SHA-256 (hex) of the settings that affect slots, the decoder's commit and digest, and all tensors.
 
     Weights are hashed in half precision, as stored, so that the device's precision does not change the fingerprint.
     """
@@ -51,7 +51,7 @@ def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 of tensors, rounded to bfloat16, the coarsest precision that a decoder may be loaded in."""
+    """Return the SHA-256 (hex) of tensors rounded to bfloat16, the coarsest precision of a loaded decoder."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""A decoder that reads text alone: what a bundle adds a compressor and a reader to."""
+"""A decoder without compressor and reader, which reads only text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
 class PlainDecoder(ProcessBound):
-    """A causal LM and its tokenizer.
+    """A causal LM and its tokenizer, without compressor and reader; the base class of `Bundle`.
 
     Attributes:
         backbone: the decoder's weights.
-        decoder_name: its hub id, folder or file; None if it has none.
-        separator: what stands between two passages.
-        answer_prefix: what every answer to a prompt with slots begins with.
+        decoder_name: hub id, folder or file of the decoder; None for a decoder that a bundle ships.
+        separator: the text between two passages in a prompt.
+        answer_prefix: the text that every answer to a prompt with slots begins with.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class PlainDecoder(ProcessBound):
     def load(
         cls, decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
     ) -> PlainDecoder:
-        """Load a decoder alone: a folder, hub id or GGUF file; raises as `load_decoder`."""
+        """Load a decoder without a bundle, from a folder, the hub or a GGUF file. Raise errors as `load_decoder`."""
         return PlainDecoder(Backbone(*load_decoder(decoder, revision, device)), str(decoder))
 
     @property
     def tokenizer(self) -> Any:
-        """The decoder's tokenizer, padding on the left."""
+        """The decoder's tokenizer, which pads on the left."""
         return self.backbone.tokenizer
 
     def positions(self, slots: int) -> int:
-        """Positions of the decoder that so many slots of a passage take."""
+        """Return how many positions of a prompt a passage of so many slots takes."""
         return slots
 
     @property
     def weights_digest(self) -> str:
-        """64 hex digits that identify the weights that read text, by a sample of each."""
+        """64 hex digits that identify the decoder's weights, by a sample of each tensor, with the teacher's adapter."""
         return weights_digest(self.backbone.model, TEACHER)
 
     @property
@@ -66,5 +66,5 @@ class PlainDecoder(ProcessBound):
         return self.weights_digest
 
     def text_decoder(self) -> AbstractContextManager[Any]:
-        """A context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
+        """Return a context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
         return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)

@@ -1,1 +1,1 @@
-"""Turn retrieved texts into markers, at a ratio or within a token budget."""
+"""Turn retrieved texts into markers and sentences, at a ratio or within a token budget."""

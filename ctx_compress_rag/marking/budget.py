@@ -1,6 +1,6 @@
-"""What a prompt shows of the passages retrieved for a question, within one budget of its positions.
+"""Choose what a prompt shows of the passages retrieved for a question, within a budget of positions of the prompt.
 
-A passage is shown as slots, as its sentences nearest to the question, as both, or not at all.
+A passage is shown as slots, as the sentences nearest to the question, as both, or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORD = re.compile(rf"{CHARACTER.pattern}|(?:(?!{CHARACTER.pattern})\S)+")
 
 
 class Sentence(NamedTuple):
-    """A sentence, and the cosine of its vector and the question's."""
+    """A sentence, and the cosine of the sentence's vector and the question's vector."""
 
     text: str
     similarity: float
@@ -28,19 +28,19 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A retrieved passage."""
+    """A retrieved passage, with what a prompt can show of it."""
 
     text: str  # as a prompt may show it
-    slots: int = 0  # that are stored of it; 0 if it must be shown as text
+    slots: int = 0  # how many are stored; 0 if the passage must be shown as text
     sentences: Sequence[Sentence] = ()  # in order; none if there is no question
 
     def as_slots(self, factor: int) -> Shown:
-        """All of it as slots, `factor` stored ones merged into each; as text if none are stored."""
+        """Return the whole passage as slots, each merged from `factor` stored ones, or as text if none are stored."""
         return Shown("", -(-self.slots // factor), factor) if self.slots else Shown(self.text)
 
 
 class Shown(NamedTuple):
-    """What is shown of a passage: text, then slots."""
+    """What a prompt shows of a passage, first text, then slots; either may be missing."""
 
     text: str = ""  # the whole, some sentences, or nothing
     slots: int = 0
@@ -49,13 +49,13 @@ class Shown(NamedTuple):
 
 NOTHING = Shown()
 Count = Callable[[Sequence[Shown]], int]
-"""Positions of the prompt that what is shown takes: text, slots, wrapping vectors and separators."""
+"""Counts the positions that shown passages take in a prompt (text, slots, the reader's vectors and separators)."""
 
 
 class Budget:
-    """Ways to spend a budget of `size` positions. Each returns what is shown of each passage, and never exceeds it.
+    """Ways to spend a budget of `size` positions on passages; each method returns what is shown of each passage.
 
-    `nestable` is whether neighboring slots can be merged.
+    `count` counts the positions, and `nestable` is whether neighboring slots can be merged.
     """
 
     def __init__(self, passages: Sequence[Retrieved], size: int, count: Count, *, nestable: bool = True) -> None:
@@ -65,15 +65,15 @@ class Budget:
         self._nestable = nestable
 
     def fits(self, shown: Sequence[Shown]) -> bool:
-        """Whether it is within the budget."""
+        """Whether what is shown takes at most the budget."""
         return self._count(shown) <= self.size
 
     def texts(self) -> list[Shown]:
-        """All texts, whether they fit or not."""
+        """Return all passages as text, whether they fit the budget or not."""
         return [Shown(passage.text) for passage in self.passages]
 
     def soft(self) -> list[Shown]:
-        """All passages as slots, at the finest ratio that fits for all; RatioError if none does."""
+        """Return all passages as slots, at the finest ratio at which all fit. Raise RatioError if there is none."""
         most = max((passage.slots for passage in self.passages), default=1)
 
         def at(factor: int) -> list[Shown]:
@@ -88,9 +88,9 @@ class Budget:
         return at(factor)
 
     def mixed(self, best: int, share: float) -> list[Shown]:
-        """Sentences of all passages for a share (0 to 1) of the budget or more, slots of passage `best` for the rest.
+        """Return sentences of all passages for at least `share` (0 to 1) of the budget, slots of passage `best` else.
 
-        With 1, or if the slots do not fit into the rest, only sentences; RatioError if nothing fits.
+        If the share is 1 or the slots do not fit the rest, sentences get all. Raise RatioError if nothing fits.
         """
         shown = [NOTHING] * len(self.passages)
         if share < 1 and (passage := self.passages[best]).slots:
@@ -104,9 +104,9 @@ class Budget:
         return shown
 
     def with_sentences(self, shown: Sequence[Shown]) -> list[Shown]:
-        """Add the sentences nearest to the question to what is shown, in their passages' order, while they fit.
+        """Return what is shown with sentences added, the nearest to the question first, while they fit the budget.
 
-        The first that does not fit is cut between words.
+        Those of a passage keep its order. The first sentence that does not fit is cut between words.
         """
         kept: list[dict[int, str]] = [{} for _ in shown]
 
@@ -139,7 +139,7 @@ class Budget:
         return [shown if place == best else NOTHING for place in range(len(self.passages))]
 
     def _finest(self, at: Callable[[int], list[Shown]], most: int, size: int) -> int | None:
-        """The least factor at which what `at` shows takes at most `size` positions; None if there is none."""
+        """Return the least factor at which what `at` shows takes at most `size` positions; None if there is none."""
         factors = range(1, min(max(most, 1), MAX_FACTOR) + 1) if self._nestable else [1]
         place = bisect_left(factors, True, key=lambda factor: self._count(at(factor)) <= size)
         return factors[place] if place < len(factors) else None

@@ -1,4 +1,4 @@
-"""Turn retrieved texts into the markers that stand for them in a prompt, and back; shared by the frameworks."""
+"""Turn retrieved texts into the markers that stand for them in a prompt, and markers back into texts."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ MAX_EXPANDED = 16 << 20
 """Maximum characters to which `expand` expands a prompt's markers: more than any LLM reads."""
 
 OnMissing = Literal["compress", "error", "text"]
-"""What to do with a passage that the store cannot stand in for, each passage alone.
+"""What to do with a passage for which the store has no usable soft context; other passages are not affected.
 
-It is missing, stored with another text or damaged; or it cannot be stored: its text is too long or not Unicode, nothing
-can be written, or it holds the marker of a passage that was deleted.
+The passage is missing, stored with another text or damaged, or it cannot be stored because its text is too long or not
+Unicode, because nothing can be written, or because it holds the marker of a passage that was deleted.
 
-- "compress": compress and store it; if that is impossible, keep its text, with a warning that names it.
-- "error": raise an error that names it.
-- "text": keep its text, with a warning unless it is just missing.
+- "compress": compress and store the passage; if that is impossible, keep its text, with a warning that names it.
+- "error": raise an error that names the passage.
+- "text": keep its text, with a warning unless the passage is just missing.
 """
 
 
 class Marked(NamedTuple):
-    """A retrieved text: `text` with markers in it expanded, and what a prompt has in its place, "" if nothing."""
+    """A retrieved text: `text` has its markers expanded, `shown` is what a prompt shows instead ("" for nothing)."""
 
     text: str
     shown: str
@@ -69,13 +69,13 @@ def mark(
     scope: str | None = None,
     question: str | None = None,
 ) -> list[str]:
-    """Replace each retrieved text with the marker that stands for it, or keep the text.
+    """Return, for each retrieved text, what a prompt shows in its place: its marker, sentences, both, or the text.
 
-    The options are those of `frameworks.postprocessor.MarkingPostprocessor`, which also says what is raised; without
-    `scores`, a budget assumes that the best text comes first. A text is looked up by its id in the app, then by its
-    hash, which is also its id if it has none, one that the store cannot hold, or one that another text of this call
-    has. A text that already holds a marker is expanded first, so that marking twice does not store the marker as a
-    passage. In what stays text, markers lose their colon, so that no LLM reads them as markers. Thread-safe.
+    `frameworks.postprocessor.MarkingPostprocessor` describes the options and the errors. Without `scores`, a budget
+    takes the first text for the best. A text is looked up by its id in `ids`, then by its hash. It is stored under the
+    hash if the id is None, cannot be stored, or belongs to another text. Markers in a text are expanded first, so that
+    marking twice does not store a marker as a passage. In what stays text, markers lose their colon, so that no LLM
+    reads them as markers. Thread-safe.
     """
     marking = Marking(store, ratio, token_budget, text_share, on_missing, scope)
     return [marked.shown for marked in marking.mark(texts, ids, scores, question)]
@@ -83,7 +83,7 @@ def mark(
 
 @dataclass(eq=False)
 class _Passage:
-    """A retrieved text on its way: `id` is the store's, None if it stays text; `name` is for messages."""
+    """A retrieved text in work. `id` is its id in the store, None if it stays text; messages call it `name`."""
 
     name: str
     text: str
@@ -93,7 +93,7 @@ class _Passage:
 
 @dataclass
 class Marking:
-    """Marks the texts of one call after another with the options of `mark`, each passage alone: one fails no other."""
+    """Marks the texts of many calls with one set of the options of `mark`, checked when it is made (ConfigError)."""
 
     store: SoftContextStore
     ratio: int | None = None
@@ -126,7 +126,7 @@ class Marking:
         scores: Sequence[object] | None = None,
         question: str | None = None,
     ) -> list[Marked]:
-        """See the function `mark`."""
+        """Mark the texts of one call as the function `mark` does, and return for each also its expanded text."""
         texts = as_list("texts", texts)
         ids = [None] * len(texts) if ids is None else as_list("ids", ids)
         relevances = None if scores is None else [*map(relevance, as_list("scores", scores))]
@@ -148,7 +148,7 @@ class Marking:
         ]
 
     def _expanded(self, texts: Sequence[str], ids: Sequence[str | None]) -> list[_Passage]:
-        """The passages with their markers expanded, and with an id if they can be stored."""
+        """Return the passages with their markers expanded, and with an id if they can be stored."""
         passages = []
         for place, (text, id) in enumerate(zip(texts, ids, strict=True)):
             if not isinstance(text, str):
@@ -166,7 +166,7 @@ class Marking:
         return passages
 
     def _find(self, passages: Sequence[_Passage]) -> None:
-        """Set the ids under which texts are stored, or None; missing ones are compressed if the options say so."""
+        """Set the id under which each text is stored, or None; compress missing texts if the options say so."""
         missing = self._located(passages)
         if missing and self.on_missing == "error":
             raise MissingPassageError(
@@ -180,7 +180,7 @@ class Marking:
                 passage.id = None
 
     def _located(self, passages: Sequence[_Passage]) -> list[_Passage]:
-        """Set the ids under which texts are stored; the passages that are not stored keep theirs and are returned."""
+        """Set the id under which each text is stored, and return the passages that are not stored, ids unchanged."""
         texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
         stored = self.store.stored_ids(texts, ids, self.scope)
         for passage, id in zip(passages, stored, strict=True):
@@ -188,7 +188,7 @@ class Marking:
         return [passage for passage, id in zip(passages, stored, strict=True) if id is None]
 
     def _compress(self, passages: Sequence[_Passage]) -> None:
-        """Compress and store passages, all at once or, if that fails, one by one; what fails alone stays text."""
+        """Compress and store passages together or, if that fails, one by one; a passage that fails alone stays text."""
         if not passages:
             return
         try:
@@ -206,7 +206,7 @@ class Marking:
                     self._compress([passage])
 
     def _repair(self, passage: _Passage) -> None:
-        """Compress a passage again whose record is damaged, or gone since it was found; else it stays text."""
+        """Compress a passage again if its record is damaged or was deleted; if that is impossible, it stays text."""
         store, scope = self.store, self.scope
         if passage.id is None:
             return
@@ -250,7 +250,7 @@ class Marking:
     def _planned(
         self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None
     ) -> list[Shown] | None:
-        """What is shown of each passage within a budget; None if all are shown as the method does at the ratio."""
+        """Return what is shown of each passage within the budget; None if the ratio alone decides."""
         bundle, store = self.store.bundle, self.store
         share = self._share_for(question, len(passages))
         texts = [escaped_markers(passage.text) for passage in passages]
@@ -283,7 +283,7 @@ class Marking:
         return budget.mixed(best, share)
 
     def _share_for(self, question: str | None, passages: int) -> float | None:
-        """The share of the budget for sentences; None for soft contexts alone."""
+        """Return the share (0 to 1) of the budget for sentences; None for soft contexts alone."""
         bundle, share = self.store.bundle, self.text_share
         if not (question and question.strip()):
             if share:
@@ -297,7 +297,7 @@ class Marking:
         return share or None
 
     def _nearest(self, texts: Sequence[str], question: str, stored: Sequence[str]) -> list[list[Sentence]] | None:
-        """The passages' sentences; None without a sentence encoder, unless the options ask for sentences."""
+        """Return the passages' sentences; None without a sentence encoder, unless the options ask for sentences."""
         try:
             return nearest(texts, question, stored)
         except MissingExtraError as error:
@@ -320,7 +320,7 @@ class Marking:
 
 
 def relevance(score: object) -> float:
-    """A score as retrievers and rerankers give it; -inf if there is none, ConfigError if it is no number."""
+    """Return a retriever's or reranker's score as a float, None and NaN as -inf. Raise ConfigError for no number."""
     if score is None:
         return -math.inf
     try:
@@ -331,7 +331,7 @@ def relevance(score: object) -> float:
 
 
 def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
-    """Positions of the prompt that take what is shown of passages, and the separators between them."""
+    """Return how many positions of a prompt the shown passages take, with the separators between them."""
     texts, slots, after_slots = [""], 0, False
     for each in shown:
         if not each.text and not each.slots:
@@ -348,7 +348,10 @@ def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
-    """Replace each marker in a prompt, but for those of another key or scope, with the text it stands for."""
+    """Return a prompt with each marker of this key and scope replaced by the text that it stands for.
+
+    Raises ConfigError if the result is longer than `MAX_EXPANDED`, and other errors as `SoftContextStore.text_of`.
+    """
     return _joined(store, store.split(text, scope), MAX_EXPANDED)
 
 

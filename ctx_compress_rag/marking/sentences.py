@@ -1,4 +1,4 @@
-"""How near each sentence of the retrieved passages is to the question."""
+"""Compare each sentence of the retrieved passages with the question."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unp
 
 
 def nearest(texts: Sequence[str], question: str, stored: Sequence[str] | None = None) -> list[list[Sentence]]:
-    """The sentences of each text, in order, each with its similarity to the question; needs the extra `sentences`.
+    """Return the sentences of each text, in order, with their similarity to the question.
 
-    `stored` is what the store has of each text's sentences, "" for nothing: only the others are encoded.
+    `stored` has, for each text, its sentences' vectors as the store keeps them, or "" (the default) to encode them
+    now. Raises MissingExtraError without the extra `sentences`.
     """
     parts = [sentences_of(text) for text in texts]
     vectors = [unpack(packed, len(own)) for packed, own in zip(stored or [""] * len(texts), parts, strict=True)]

@@ -1,1 +1,1 @@
-"""Tokens, sentences, chat formats, quotations, scores of answers."""
+"""Tokens, sentences, chat formats, quotations and scores of answers."""

@@ -1,10 +1,10 @@
 """Scores of answers.
 
 An answer is compared after SQuAD's normalization (Rajpurkar et al., 2016): lower case, without ASCII
-punctuation and the articles a, an, the, spaces collapsed. SQuAD has no rule for Chinese and Japanese: their
+punctuation and the articles a, an, the, spaces collapsed. SQuAD has no rule for Chinese and Japanese. Here their
 punctuation is removed too, and each of their characters is a word, as in MLQA's mixed segmentation (Lewis et
-al., 2020) for Chinese, here extended to kana. If a question has no accepted answers, the context does not
-answer it, and the right prediction is the empty string (SQuAD 2.0).
+al., 2020) for Chinese, extended to kana. If the list of answers is empty, the context does not answer the
+question, and the right prediction is the empty string (SQuAD 2.0).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHARACTER = re.compile(
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize an answer as SQuAD does, and remove Chinese and Japanese punctuation.
+    """Return an answer normalized as SQuAD does, and without Chinese and Japanese punctuation.
 
     >>> normalize_answer("The  Eiffel Tower, (Paris).")
     'eiffel tower paris'
@@ -39,17 +39,17 @@ def normalize_answer(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """The words of the normal form; each Chinese and Japanese character is one."""
+    """Return the words of the normalized text. Each Chinese or Japanese character is a word."""
     return CHARACTER.sub(r" \1 ", normalize_answer(text)).split()
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1.0 if the prediction is one of the answers, else 0.0."""
+    """Return 1.0 if the prediction equals one of the answers after normalization, else 0.0."""
     return float(normalize_answer(prediction) in {normalize_answer(answer) for answer in answers or [""]})
 
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
-    """Harmonic mean of the precision and recall of words, for the best of the answers.
+    """Return the harmonic mean of the precision and recall of words (0 to 1), for the answer where it is highest.
 
     >>> token_f1("in the north of Paris", ["Paris", "London"])
     0.4
@@ -61,11 +61,11 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def contains_answer(prediction: str, answers: Sequence[str]) -> float:
-    """1.0 if one of the answers, normalized, is a substring of the normalized prediction, else 0.0.
+    """Return 1.0 if one of the answers, normalized, is a substring of the normalized prediction, else 0.0.
 
     This is the substring accuracy of Simple Context Compression (section 5.1, table 10) and ArcAligner's non-strict
     match (section 4.2). A prediction that lists every candidate gets 1.0 (Simple Context Compression, footnote 5), and
-    "party" contains "art", so report it beside exact match and F1, never instead of them.
+    "party" contains "art", so report this score beside exact match and F1, never instead of them.
     """
     text = normalize_answer(prediction)
     wanted = [normalize_answer(answer) for answer in answers or [""]]
@@ -73,16 +73,16 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
 
 
 def mentions_answer(text: str, answers: Sequence[str]) -> bool:
-    """Whether a text contains the words of one of the answers, side by side: "party" does not contain "art".
+    """Whether a text contains the whole words of one of the answers, side by side ("party" does not contain "art").
 
-    It selects passages that do not answer a question. Scores use `contains_answer`.
+    This check selects passages that do not answer a question. Scores use `contains_answer`.
     """
     words = f" {' '.join(_words(text))} "
     return any(f" {' '.join(answer)} " in words for answer in map(_words, answers) if answer)
 
 
 def declined(prediction: str) -> float:
-    """1.0 if the prediction is empty or says that the text has no answer, else 0.0."""
+    """Return 1.0 if the prediction is empty or `NO_ANSWER` after normalization, else 0.0."""
     return float(normalize_answer(prediction) in ("", normalize_answer(NO_ANSWER)))
 
 

@@ -1,4 +1,4 @@
-"""Render a chat, and tokenize a prompt once, with holes where soft contexts go."""
+"""Render a chat as text, and tokenize a prompt in one piece, with holes where soft contexts go."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CUE = "Answer:"
 
 
 def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
-    """Render a chat in the tokenizer's chat format, with BOS; without one, plainly with answers after "Answer:".
+    """Return a chat as text, with BOS, in the tokenizer's chat format or, without one, with answers after "Answer:".
 
-    If the template does not accept a system role (Gemma 2, early Mistral), the system message goes to the start of the
-    first user message: LangChain's and LlamaIndex's chains put the context into it. Text of users and documents has
-    been through `PromptTokenizer.as_text`.
+    If the format has no system role (Gemma 2, early Mistral), the system message is put before the first user message,
+    because LangChain's and LlamaIndex's chains put the context into it. Text of users and documents must have been
+    through `PromptTokenizer.as_text`. Raises ConfigError for a role that is unknown or that the format refuses.
     """
     if unknown := [message["role"] for message in chat if message["role"] not in ROLES]:
         raise ConfigError(f"unknown role {unknown[0]!r}: give one of {', '.join(ROLES)}")
@@ -56,7 +56,7 @@ def takes_system(tokenizer: Any) -> bool:
 
 
 def answer_ids(tokenizer: Any, answer: str) -> list[int]:
-    """Token ids of an answer that follows a chat in `chat_text`, without the end token.
+    """Return the token ids of an answer that follows a chat rendered by `chat_text`, without the end token.
 
     Without a chat format, the answer follows `Answer:` and a space, as in the texts that decoders are pretrained on.
     """
@@ -82,11 +82,11 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
 
 
 class PromptTokenizer:
-    """Tokenizes text with holes as one string.
+    """A tokenizer of prompts with holes, which reads each prompt as one string.
 
-    Some tokenizers would add a space at the start of each part if parts were tokenized one by one. So the whole
+    Some tokenizers add a space at the start of each part if parts are tokenized one by one. Therefore the whole
     prompt is tokenized at once, with a special token for each hole (`hole`) and for each cut that keeps a text from
-    becoming a control token. The names of these tokens are random: a user cannot type them.
+    becoming a control token. The names of these tokens are random, so that no user can type them.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -100,17 +100,17 @@ class PromptTokenizer:
         self._hole_id, self._cut_id = self._with_hole.convert_tokens_to_ids([self.hole, self._cut])
 
     def as_text(self, text: str) -> str:
-        """Text of users or documents, prepared for `encode` only: none of it becomes a control token."""
+        """Return text of users or documents, prepared (only) for `encode`, which then makes no control token of it."""
         return self._cut.join(text_parts(self.tokenizer, text))
 
     def apart(self, text: str) -> str:
-        """Like `as_text`, for insertion into a raw prompt: no control token crosses the start or end of the text."""
+        """Return `as_text(text)` for a raw prompt, so that no control token crosses the text's start or end."""
         return f"{self._cut}{self.as_text(text)}{self._cut}"
 
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
-        """Token ids of the text around the holes: one int64 tensor per part, possibly empty.
+        """Return the token ids of the text around the holes, one int64 tensor (maybe empty) for each part.
 
-        `add_special_tokens` lets the tokenizer add its BOS; leave it False if a chat template did.
+        `add_special_tokens` lets the tokenizer add its BOS. Leave it False if a chat template has added BOS.
         """
         joined = whole_characters(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""What an answer may quote: whole words of texts, token by token."""
+"""The quotations (whole words of texts) that an extractive answer may be, token by token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPACED = re.compile(r"\S+")
 
 
 def without_question(text: str) -> str:
-    """What follows a message's last passage, without its question: the last line, and a label after it ("Answer:")."""
+    """Return the text after a message's last passage without its question, a last line, and a label ("Answer:")."""
     before, _, last = text.rstrip().rpartition("\n")
     if last.endswith(":"):
         rest, _, line = before.rpartition("\n")
@@ -33,10 +33,10 @@ def without_question(text: str) -> str:
 
 
 def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
-    """All quotations from texts. Each starts at a word, or at punctuation that follows a space, and ends with either.
+    """Return all quotations from texts. Each starts at a word, or punctuation after a space, and ends with either.
 
-    None ends within a token: Chinese characters that share a token are quoted together. None spans two texts, or
-    letters that spell a control token. Offsets are needed: the tokenizer must be a fast one.
+    None ends within a token, so Chinese characters that share a token are quoted together. None spans two texts, or
+    letters that spell a control token. The tokenizer must be a fast one, because token offsets are needed.
     """
     tokens: list[QuotedToken | None] = []
     starts: dict[int, list[tuple[tuple[QuotedToken, ...], int]]] = defaultdict(list)
@@ -65,13 +65,13 @@ def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
 
 
 def _alone(word: str, tokenizer: Any) -> tuple[QuotedToken, ...]:
-    """A word's tokens at the start of an answer; empty if it cannot be quoted."""
+    """Return the tokens of a word at the start of an answer, empty if the word cannot be quoted."""
     tokens = _quoted(word, tokenizer, text_tokens(tokenizer, word))
     return tuple(token for token in tokens if token is not None) if None not in tokens else ()
 
 
 def _quoted(text: str, tokenizer: Any, read: TextTokens) -> list[QuotedToken | None]:
-    """A text's tokens; a quotation may end where it cuts neither a word nor a character that two tokens share.
+    """Return a text's tokens. A quotation may end where it cuts neither a word nor a character that two tokens share.
 
     None stands for an unknown token, and for tokens after which no quotation can end before an unknown one.
     """

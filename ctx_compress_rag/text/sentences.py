@@ -1,4 +1,4 @@
-"""The pieces of a passage that become one slot each: sentences, runs of them, or parts of them."""
+"""Cut a passage into sentences, groups of sentences or parts of sentences, which become one slot each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDE_SPACE = re.compile(r"[^\S\t\n\v\f\r ]")
 
 
 class Unit(NamedTuple):
-    """A piece of a passage: its text, without surrounding space, and how many of the passage's tokens it has."""
+    """A piece of a passage, with its text, without surrounding space, and its number of the passage's tokens."""
 
     text: str
     tokens: int
@@ -30,7 +30,7 @@ class _Start(NamedTuple):
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """Split a text by sentencex, a rule-based splitter (the papers use spaCy); joined, the sentences are the text."""
+    """Return a text's sentences, which joined are the text, by the rules of sentencex (the papers use spaCy)."""
     with needs("sentences"):
         from sentencex import segment
     ends = accumulate(len(part) for part in segment(language, _WIDE_SPACE.sub(" ", text)))
@@ -38,14 +38,14 @@ def sentences(text: str, language: str = "en") -> list[str]:
 
 
 def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language: str = "en") -> list[Unit]:
-    """Cut a passage into units of at most `limit` tokens; each token of the passage belongs to one unit.
+    """Cut a passage into units of at most `limit` tokens (None: no limit). Each token of it belongs to one unit.
 
     A longer sentence is cut between words into parts of about the same length, a longer word between characters.
-    White space around a unit is not in its text; its tokens count for the unit before it. No unit's text is empty,
-    so a unit may exceed the limit because of a single character or the white space after the unit.
+    White space around a unit is not in its text, and tokens of white space count for the unit before. No unit's text
+    is empty, so a unit may exceed the limit because of a single character or the white space after the unit.
 
-    With `merge`, neighbors are joined while they stay within the limit; else each sentence is a unit. Offsets are
-    needed: the tokenizer must be a fast one.
+    With `merge`, neighbors are joined while they stay within the limit, otherwise each sentence is a unit. The
+    tokenizer must be a fast one, because token offsets are needed.
     """
     offsets = text_tokens(tokenizer, text).offsets
     if limit is None:
@@ -66,7 +66,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
 
 
 def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: str) -> Iterator[_Start]:
-    """Where sentences begin. One that shares its only token with the sentence before belongs to that sentence."""
+    """Yield where sentences begin. One that shares its only token with the sentence before is part of that sentence."""
     # The splitter returns runs of white space as separate sentences.
     lengths = [(len(part), bool(part.strip())) for part in sentences(text, language)]
     ends = accumulate(length for length, _ in lengths)
@@ -81,7 +81,7 @@ def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: st
 
 
 def _parts(text: str, offsets: Sequence[tuple[int, int]], start: _Start, last: int, limit: int) -> Iterator[_Start]:
-    """The starts of a sentence's parts of at most `limit` tokens, about equally long, at words if possible."""
+    """Yield the starts of a sentence's parts of at most `limit` tokens, about equally long, at words if possible."""
     while True:
         yield start
         left = last - start.token
@@ -105,7 +105,7 @@ def _begins_word(text: str, offsets: Sequence[tuple[int, int]], token: int) -> b
 
 
 def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
-    """The starts that remain once each blank part is joined to the part before it (a leading one to the next)."""
+    """Return the starts that remain once each blank part is joined to the part before it (the first to the next)."""
     ends = [*(start.char for start in starts[1:]), len(text)]
     kept = [s for s, end in zip(starts, ends, strict=True) if s.token == 0 or text[s.char : end].strip()]
     if len(kept) > 1 and not text[: kept[1].char].strip():
@@ -114,7 +114,7 @@ def _without_blanks(text: str, starts: Sequence[_Start]) -> list[_Start]:
 
 
 def _merged(starts: Sequence[_Start], tokens: int, limit: int) -> list[_Start]:
-    """The starts that remain once neighbors are joined, from the first on, while they fit into `limit` tokens."""
+    """Return the starts that remain once neighbors are joined, from the first on, while they fit `limit` tokens."""
     kept: list[_Start] = []
     for start, end in zip(starts, [*starts[1:], _Start(0, tokens)], strict=True):
         if not kept or end.token - kept[-1].token > limit:

@@ -27,7 +27,7 @@ PARAPHRASES: tuple[str, ...] = (
 
 
 def messages(template: str, context: str, question: str) -> list[dict[str, str]]:
-    """Chat messages for a question; a template's part before "|||" is the system message."""
+    """Return the chat messages for a question. The part of a template before "|||", if any, is the system message."""
     parts = template.split("|||")
     roles = ("user",) if len(parts) == 1 else ("system", "user")
     # In one pass, and not by str.format: the texts filled in may hold braces, even "{question}".

@@ -1,8 +1,8 @@
 """Tokenize the text of users and documents without control tokens, whatever it spells.
 
-Chat formats write roles as control tokens, such as `<|system|>` or `</s>`, and a tokenizer produces them wherever it
-finds these letters. In a question, a passage or its metadata they are only letters: such a text is cut inside each of
-them, and its parts are tokenized separately. A text without such letters is tokenized as usual.
+Chat formats write roles as control tokens, such as `<|system|>` or `</s>`, and a tokenizer makes a control token
+wherever a text spells one. In a question, a passage or metadata it must stay letters, so such a text is cut inside each
+control token, and its parts are tokenized separately. Other texts are tokenized as usual.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _CHARACTERS_PER_TOKEN = 32  # no prompt has so many on average; English has four
 
 @dataclass(frozen=True)
 class TextTokens:
-    """The tokens of a text."""
+    """The tokens of a text, and where they are in the text."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]  # where each begins and ends in the text
 
 
 def control_ids(tokenizer: Any) -> set[int]:
-    """Ids that no text may become: added tokens, except added words and white space.
+    """Return the ids of control tokens, which are all added tokens but words and white space not marked as special.
 
-    Not only tokens marked as special: `</s>` of Phi-3 and the roles of DeepSeek are not.
+    Other added tokens count without that mark, because `</s>` of Phi-3 and the roles of DeepSeek lack it.
     """
     return {
         id
@@ -39,7 +39,7 @@ def control_ids(tokenizer: Any) -> set[int]:
 
 
 def check_characters(what: str, characters: int, window: int | None) -> None:
-    """Raise a ConfigError for a text far longer than a model's window of tokens, without tokenizing it."""
+    """Raise ConfigError if so many characters are far beyond a model's window (in tokens; None means no limit)."""
     if window is not None and characters > window * _CHARACTERS_PER_TOKEN:
         raise ConfigError(
             f"{what} has {characters} characters, far more than the model's window of {window} tokens: "
@@ -48,23 +48,23 @@ def check_characters(what: str, characters: int, window: int | None) -> None:
 
 
 def whole_characters(text: str) -> str:
-    """Replace each lone surrogate, as left by cutting an emoji, with U+FFFD: tokenizers refuse surrogates."""
+    """Return a text with U+FFFD for each lone surrogate (half of a cut emoji), because tokenizers refuse surrogates."""
     return _SURROGATES.sub("\ufffd", text)
 
 
 def bos_id(tokenizer: Any) -> int | None:
-    """The id of the BOS that the tokenizer puts before a text; None if it puts none."""
+    """Return the id of the BOS token that the tokenizer puts before a text, or None if it puts none."""
     ids: list[int] = tokenizer("", verbose=False)["input_ids"]
     return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
 
 
 def text_parts(tokenizer: Any, text: str) -> list[str]:
-    """The text in parts (mostly one) in which the tokenizer finds no control token."""
+    """Cut a text into parts (mostly one) in which the tokenizer finds no control token; joined, they are the text."""
     return [part for part, _ in _tokenized(tokenizer, whole_characters(text), control_ids(tokenizer))]
 
 
 def between_controls(tokenizer: Any, text: str) -> list[tuple[str, TextTokens]]:
-    """The parts of the text (mostly one) between what the tokenizer reads as control tokens, and their tokens."""
+    """Return the parts of a text (mostly one) between the control tokens that it spells, each with its tokens."""
     text = whole_characters(text)
     tokens = _encoded(tokenizer, text)
     spans = _control_spans(tokenizer, text, tokens, control_ids(tokenizer))
@@ -76,7 +76,7 @@ def between_controls(tokenizer: Any, text: str) -> list[tuple[str, TextTokens]]:
 
 
 def text_tokens(tokenizer: Any, text: str) -> TextTokens:
-    """The tokens of a text on its own, without BOS and control tokens; needs a fast tokenizer, for the offsets."""
+    """Return the tokens of a text alone, without BOS and control tokens. The tokenizer must be a fast one."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     start = 0
