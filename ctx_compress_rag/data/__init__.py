@@ -1,1 +1,1 @@
-"""Examples and texts to train on and to score with."""
+"""Data to train on and to score with: questions about passages, or plain text."""

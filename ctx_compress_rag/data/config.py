@@ -1,4 +1,4 @@
-"""Parts of recipes: texts, mixing of questions into prompts, and data sources."""
+"""Settings of a recipe's data: plain text, mixing of questions into prompts, a part of the examples, sources."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ctx_compress_rag.strict import Strict
 
 
 class TextData(Strict):
-    """Plain text: a .txt or .txt.xz file, or the contexts of a .jsonl or .jsonl.gz file.
+    """A file of plain text (.txt, .txt.xz), or a file of questions (.jsonl, .jsonl.gz) whose passages are used as text.
 
     Attributes:
-        words: minimum number of words in a row; the last row of a document may be shorter.
+        file: the file's path.
+        words: the smallest number of words in a training example. The last example of a document may be shorter.
     """
 
     file: Path
@@ -21,15 +22,16 @@ class TextData(Strict):
 
 
 class MixData(Strict):
-    """How to turn question-answering examples into realistic prompts.
+    """Settings that turn question-answering examples into realistic prompts.
 
     Attributes:
-        shortest, longest: passages of fewer words than `shortest` are padded with other short passages, to a length
-            drawn from this range.
-        passages: the numbers of passages to draw from for a prompt; passages of other examples (distractors) are added.
-        near: share of distractors from the example's file; the file of the others is drawn at random. All that come
-            from the example's file are within 30 passages of its own, where subjects are similar.
-        unanswerable: share of examples whose own passages are removed; their answer is `NO_ANSWER`.
+        shortest, longest: a passage of fewer than `shortest` words is padded with other short passages, to a number of
+            words drawn between `shortest` and `longest`.
+        passages: for each prompt, one of these numbers is drawn. Passages of other examples (distractors) are added
+            until the prompt has that many passages.
+        near: the share of distractors from the example's own file. The file of each other distractor is drawn at
+            random. A distractor from the example's own file is at most 30 passages away, where subjects are similar.
+        unanswerable: the share of examples whose own passages are removed. The answer is then `NO_ANSWER`.
     """
 
     shortest: int = Field(default=0, ge=0)
@@ -48,12 +50,12 @@ class MixData(Strict):
 
 
 class PartData(Strict):
-    """Consecutive examples for one stage of a comparison, which may start where the previous stage stopped.
+    """A run of consecutive examples for one stage of a comparison. It may start where an earlier stage's part ended.
 
     Attributes:
-        start: how many examples to skip; after the last example, the first follows.
-        examples: how many to use.
-        seed: for the order and the mixing of examples, instead of the recipe's.
+        start: the number of examples to skip. After the last example, counting continues with the first.
+        examples: the number of examples to use.
+        seed: the seed for the order and the mixing of examples, used in place of the recipe's seed.
     """
 
     start: int = Field(ge=0)
@@ -62,7 +64,7 @@ class PartData(Strict):
 
 
 class SourceConfig(Strict):
-    """Data that a bundle or its decoder was trained on, for its model card."""
+    """A data set that a bundle or its decoder was trained on, with its license, as the model card lists it."""
 
     data: str
     license: str

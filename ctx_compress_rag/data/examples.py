@@ -25,10 +25,10 @@ SUMMARY_REQUEST = "Summarize the documents."
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its accepted answers: the first is trained on; none if the passages do not contain the answer.
+    """A question and its accepted answers. Training uses the first; if there are none, the passages hold no answer.
 
-    If the data gives them, `subject` is the name that the question is about, and `evidence` holds verbatim parts of
-    the passages that answer it.
+    `subject` is the name that the question is about, and `evidence` holds verbatim parts of the passages that answer
+    it. Both are empty if the data does not give them.
     """
 
     question: str
@@ -39,7 +39,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Example:
-    """Passages and the questions asked about them."""
+    """Passages, and the questions that are asked about them."""
 
     passages: tuple[str, ...]
     turns: tuple[Turn, ...]
@@ -48,15 +48,15 @@ class Example:
 def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False) -> list[Example]:
     """Read rows `{"question": str, "answers": [str, ...], "context": str or [str, ...]}` of a .jsonl or .jsonl.gz file.
 
-    Instead of `context`, `passages` may hold objects `{"title": str, "text": str}`: the title becomes a
-    passage's first line. `"evidence": [str, ...]` may hold the verbatim parts of the passages that answer the
-    question: the annotated positions that stage ram learns from (Read As Human, eq. 8).
+    Instead of `context`, a row may have `passages`, a list of objects `{"title": str, "text": str}`, whose title
+    becomes the first line of the passage. A row may also have `"evidence": [str, ...]`, verbatim parts of the passages
+    that answer the question, from which stage ram learns (Read As Human, eq. 8).
 
-    Consecutive rows with the same context become one example of up to `max_turns` questions. `unanswerable` allows rows
-    without answers, whose passages do not answer the question.
+    Consecutive rows with the same context become one example with up to `max_turns` questions. `unanswerable` allows
+    rows without answers, whose passages do not answer the question.
 
     Raises:
-        DataError: the file cannot be read or has no rows, or a row has another form; the message names file and line.
+        DataError: the file cannot be read or has no rows, or a row has another form. The message names file and line.
     """
     examples: list[Example] = []
     with open_text(Path(path)) as lines:
@@ -74,7 +74,7 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
 
 @contextmanager
 def open_text(path: Path) -> Iterator[IO[str]]:
-    """Open a file in UTF-8, packed (.gz, .xz) or not; what cannot be read is a DataError with the remedy."""
+    """Open a UTF-8 file, plain or packed (.gz, .xz), for reading; raise a DataError if the file cannot be read."""
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:
@@ -122,10 +122,10 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
 
 
 def text_examples(path: str | Path, words: int) -> list[Example]:
-    """Rows of plain text, for stages that ask no questions: each of at least `words` words, except for a last one.
+    """Read plain text as examples without questions. Each has at least `words` words, except the last of a document.
 
-    Rows end with a line; a document's end is a row's end. A .txt or .txt.xz file is one document; each distinct context
-    of a .jsonl or .jsonl.gz file of questions is one.
+    An example consists of whole lines of one document. A .txt or .txt.xz file is one document. In a .jsonl or .jsonl.gz
+    file of questions, each distinct passage is one. Raises a DataError if the file cannot be read or has no text.
     """
     rows: list[list[str]] = []  # the lines of each
     for document in _documents(Path(path)):
@@ -151,17 +151,17 @@ def _documents(path: Path) -> Iterable[str]:
 
 
 def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:
-    """The examples whose passages all have at most `most_words` words; None sets no limit."""
+    """Return the examples whose passages all have at most `most_words` words, or all examples if it is None."""
     return [e for e in examples if most_words is None or all(len(p.split()) <= most_words for p in e.passages)]
 
 
 def spread(items: Sequence[T], limit: int) -> list[T]:
-    """At most `limit` of the items, evenly spread: neighbors in a file often come from the same article."""
+    """Return at most `limit` items, evenly spread, because neighbors in a file often come from the same article."""
     return [items[i * len(items) // limit] for i in range(limit)] if len(items) > limit else list(items)
 
 
 def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
-    """Write examples in the form that `read_jsonl` reads, one row per question; return the number of rows."""
+    """Write examples as rows that `read_jsonl` reads, one row per question; return the number of rows."""
     rows = 0
     with open(path, "w", encoding="utf-8") as out:
         for example in examples:

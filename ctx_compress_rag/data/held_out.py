@@ -1,8 +1,9 @@
-"""Keep what a model is scored with out of its training data.
+"""Keep what a model is scored with (held-out data) out of its training data.
 
-A training passage counts as held out if it is a held-out passage, or has two runs of 13 words in common with one, of
-those that begin at every eighth word of it: 29 copied words in a row always count, whatever stands around them. (GPT-3
-and later contamination checks use the same length.) A question counts if its words are those of a held-out question.
+A training passage is left out if it is a held-out passage or shares enough text with one. Runs of 13 words are
+compared, and of the training passage only the runs that begin at every eighth word; two equal runs are enough. So 29
+copied words in a row always count, whatever stands around them. (GPT-3 and later checks also use 13 words.) A training
+question is left out if it has the same words as a held-out question.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NOT_WORDS = re.compile(r"\W+")
 
 
 class HeldOut:
-    """Questions and passages that training must not see: those of the examples that a model is scored with."""
+    """The questions and passages that a model is scored with, which its training must not see."""
 
     def __init__(self, examples: Iterable[Example] = ()) -> None:
         self.questions: set[str] = set()
@@ -41,14 +42,14 @@ class HeldOut:
         return _plain(question) in self.questions
 
     def has_passage(self, text: str) -> bool:
-        """Whether a text is a held-out passage, or contains much of one."""
+        """Whether a text is a held-out passage, or shares enough text with one."""
         return _plain(text) in self.passages or sum(run in self.runs for run in _runs(text, _STEP)) >= _SHARED
 
     def without(self, examples: Sequence[Example], source: object, passages: bool = True) -> list[Example]:
-        """The examples that share no question with what is held out, and no passage; a log message counts the others.
+        """Return the examples that share no question and no passage with held-out data; log how many are left out.
 
-        `source` names them in the message. `passages=False` lets passages be shared: both sides are then retrieved from
-        one corpus.
+        `source` names the examples in the log message. With `passages=False` only questions are compared, for data
+        whose passages are all retrieved from one corpus.
         """
         shared = {p: self.has_passage(p) for e in examples for p in e.passages} if passages else {}
         kept = [

@@ -15,10 +15,10 @@ _DRAWS = 20
 
 
 def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: int) -> list[Example]:
-    """Mix the examples of several files; the same seed gives the same prompts.
+    """Mix the examples of several files into prompts; the same seed gives the same prompts.
 
     The result consists of blocks of `block` examples (the batch size) of similar length, so that a batch needs little
-    padding. Each file's examples are in its order, in which neighbors have similar subjects.
+    padding. A file's examples must be in the file's order, in which neighbors have similar subjects.
     """
     mixer = _Mixer(files, config, random.Random(f"mix:{seed}"))
     mixed = [mixer.prompt(example, number) for number, file in enumerate(files) for example in file]
@@ -27,7 +27,7 @@ def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: i
 
 
 def _by_length(examples: Sequence[Example], block: int, rng: random.Random) -> list[Example]:
-    """Sort examples into blocks of similar length, and shuffle the blocks, within each stretch of 32 blocks."""
+    """Sort examples into blocks of similar length and shuffle the blocks, separately for every 32 blocks."""
     ordered: list[Example] = []
     for start in range(0, len(examples), 32 * block):
         stretch = sorted(examples[start : start + 32 * block], key=lambda e: sum(map(len, e.passages)))
@@ -46,7 +46,7 @@ class _Mixer:
         self.short = [[p for p in passages if self._is_short(p)] for passages in self.passages]
 
     def prompt(self, example: Example, file: int) -> Example:
-        """The example with distractors and padding, perhaps without its own passages."""
+        """Return the example with distractors and padding, and perhaps without its own passages."""
         own = example.passages
         taken_away = self.rng.random() < self.config.unanswerable
         kept = [] if taken_away else list(own)
@@ -61,7 +61,7 @@ class _Mixer:
         return Example(tuple(self._padded(p, f, own, ()) for p, f in together), example.turns)
 
     def _company(self, own: Sequence[str], file: int, wanted: int, barred: Sequence[str]) -> list[tuple[str, int]]:
-        """Distractors with their files; fewer than wanted if too few are suitable."""
+        """Draw distractors and the numbers of their files; return fewer than `wanted` if too few are suitable."""
         company: dict[str, int] = {}
         for _ in range(_DRAWS * wanted):
             if len(company) == wanted:
@@ -81,7 +81,7 @@ class _Mixer:
         return len(passage.split()) < self.config.shortest
 
     def _padded(self, passage: str, file: int, own: Sequence[str], barred: Sequence[str]) -> str:
-        """Put a short passage among other short ones of its file, none of them the example's own."""
+        """Return a short passage among other short passages of its file, and a long passage as it is."""
         others = self.short[file]
         if not self._is_short(passage) or len(others) < 2:
             return passage

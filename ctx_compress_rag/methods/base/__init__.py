@@ -1,1 +1,1 @@
-"""The parts of a method: a compressor, a reader, and the weights they share."""
+"""What all compression methods share: the base classes of compressors and readers, and their settings."""

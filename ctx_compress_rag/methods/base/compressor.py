@@ -26,11 +26,11 @@ from ctx_compress_rag.text.tokenizing import bos_id
 
 
 class SlotBatch(NamedTuple):
-    """Compressed passages of a batch.
+    """The slots of a batch of passages.
 
     Attributes:
-        slots: (batch, slots, dim); zeros at padding.
-        token_counts: (batch, slots): source tokens per slot, 0 at padding.
+        slots: shape (batch, slots, dim), with zeros at padding.
+        token_counts: source tokens per slot, shape (batch, slots), with 0 at padding.
     """
 
     slots: Tensor
@@ -38,13 +38,13 @@ class SlotBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[SoftContext], device: torch.device | None = None) -> SlotBatch:
-        """Make one padded batch of compressed passages, on their device or another; gradients are kept."""
+        """Pad the slots of passages into one batch on `device` (None keeps their own device); keep gradients."""
         slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
         counts = nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True)
         return cls(slots.to(device), counts.to(device))
 
     def rows(self) -> list[SoftContext]:
-        """One SoftContext per passage, padding dropped; gradients are kept."""
+        """Return a SoftContext for each passage, without padding; keep gradients."""
         return [
             SoftContext(slots[counts > 0], counts[counts > 0])
             for slots, counts in zip(self.slots, self.token_counts, strict=True)
@@ -64,7 +64,7 @@ class Tokenized:
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids padded on the right, and their mask (int64, 0 at padding): (rows, length) each."""
+    """Pad token ids on the right; return ids and mask (int64, 0 at padding), both of shape (rows, length)."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -72,24 +72,24 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
 
 
 class Compressor(Part, PassageRenderer):
-    """Turns passages into slots.
+    """A compressor, which turns passages into slots.
 
     Attributes:
-        dim: width of a slot.
+        dim: the width of a slot.
     """
 
     side = "compressor"
     dim: int
 
     def bundle_folder_known(self, folder: Path) -> None:
-        """Called with the bundle's folder after loading, for a method that keeps files there."""
+        """Receive the folder that the bundle was loaded from, for a method that keeps files of its own there."""
 
     def save_files(self, folder: Path) -> None:
         """Write the method's own files, other than tensors, into the bundle's folder."""
 
     @abstractmethod
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """Compress a training batch at each ratio, with gradients, in windows as `compress` does for a store."""
+        """Compress a training batch at each ratio, with gradients, in the same windows as `compress`."""
 
     @abstractmethod
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
@@ -98,16 +98,16 @@ class Compressor(Part, PassageRenderer):
         Args:
             passages: the passages, none empty.
             ratio: source tokens per slot.
-            window: longest input of the encoder in tokens, a multiple of `ratio`.
-            batch_tokens: most tokens per forward pass, padding included.
+            window: the longest input of the encoder in tokens, a multiple of `ratio`.
+            batch_tokens: the most tokens in a forward pass, padding included.
         """
 
 
 class TokenCompressor(Compressor):
-    """A compressor that reads token ids, longer passages window by window.
+    """A compressor that reads token ids. It reads a passage longer than its window in pieces (windows).
 
-    If the decoder's tokenizer adds a BOS, each text is read after one, as in the decoder's training: many decoders
-    use the first position as an attention sink. The papers do not mention it. No slot stands for the BOS itself.
+    If the decoder's tokenizer adds a BOS token, each window is read after a BOS, as in the decoder's training, because
+    many decoders use the first position as an attention sink. The papers do not mention it. No slot stands for the BOS.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -115,14 +115,14 @@ class TokenCompressor(Compressor):
         self._bos = bos_id(backbone.tokenizer)
 
     def behind_bos(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Put a BOS, if there is one, before right-padded texts; returns ids, mask and the BOS's length (0 or 1)."""
+        """Put the BOS, if there is one, before right-padded texts; return ids, mask and the BOS's length (0 or 1)."""
         if self._bos is None:
             return input_ids, attention_mask, 0
         return F.pad(input_ids, (1, 0), value=self._bos), F.pad(attention_mask, (1, 0), value=1), 1
 
     @abstractmethod
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
-        """Compress right-padded passages at each ratio; ids and mask are (batch, length)."""
+        """Compress right-padded passages at each ratio; ids and mask have shape (batch, length)."""
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         owners, pieces = windows([passage.ids for passage in passages], window)
@@ -141,13 +141,13 @@ class TokenCompressor(Compressor):
 
 
 def windows(passages: Sequence[Sequence[int]], window: int) -> tuple[list[int], list[Sequence[int]]]:
-    """Cut passages into pieces of at most `window` tokens; returns the passage index of each piece, and the pieces."""
+    """Cut passages into pieces of at most `window` tokens; return the passage index of each piece, and the pieces."""
     starts = [(i, start) for i, ids in enumerate(passages) for start in range(0, max(1, len(ids)), window)]
     return [i for i, _ in starts], [passages[i][start : start + window] for i, start in starts]
 
 
 def joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
-    """Join consecutive pieces of the same passage; `passages` has the passage index of each piece."""
+    """Join the slots of consecutive pieces of one passage; `passages` has the passage index of each piece."""
     return [
         SoftContext(torch.cat([piece.slots for _, piece in own]), torch.cat([piece.token_counts for _, piece in own]))
         for _, group in groupby(zip(passages, pieces, strict=True), key=itemgetter(0))
@@ -161,9 +161,10 @@ def in_batches(
     batch_tokens: int,
     encode: Callable[[list[int]], Iterable[SoftContext]],
 ) -> list[SoftContext]:
-    """Encode pieces of passages in batches of similar length, each with at most `batch_tokens` after padding, and join.
+    """Encode pieces of passages in batches of similar length, and join the slots of each passage's pieces.
 
-    `passages` has the passage index of each piece; `encode` gets the numbers of a batch's pieces.
+    `passages` has the passage index of each piece, and `lengths` its number of tokens. A batch has at most
+    `batch_tokens` tokens after padding. `encode` gets the indices of a batch's pieces and returns their slots.
     """
     made: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -179,15 +180,15 @@ def in_batches(
 class TrunkCompressor(Compressor):
     """A compressor whose encoder is the decoder without its head: with LoRA, as a separate copy, or frozen.
 
-    List it before `TokenCompressor` if a class has both.
+    A class that also has the base `TokenCompressor` lists `TrunkCompressor` first.
 
     Args:
         backbone: the decoder.
-        tune: how the encoder is adapted (Simple Context Compression, section 5.1: LoRA separate from the decoder's).
-        layers: how many of the decoder's first layers the encoder has; None means all layers.
+        tune: how the encoder is trained. Its LoRA is not the decoder's (Simple Context Compression, section 5.1).
+        layers: the number of the decoder's layers, from the first on, that the encoder has; None means all layers.
 
     Raises:
-        ConfigError: the decoder does not have so many layers.
+        ConfigError: the decoder has fewer than `layers` layers.
     """
 
     def __init__(self, backbone: Backbone, tune: TuneConfig, layers: int | None = None) -> None:
@@ -202,7 +203,7 @@ class TrunkCompressor(Compressor):
             backbone.add_adapter(self.side, self._lora)
 
     def _of(self, model: Any) -> nn.Module:
-        """A causal LM's trunk, with the layers that the encoder has."""
+        """Return a causal LM without its head, with only the layers that the encoder has."""
         trunk: nn.Module = model.base_model
         return trunk if self._kept is None else _with_layers(trunk, _layers(trunk, model.config)[: self._kept])
 
@@ -213,7 +214,7 @@ class TrunkCompressor(Compressor):
         return _lora_of_layers(self.tune, _layers(model.base_model, model.config)[: self._kept])
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """The encoder's, and all that a method has beside it."""
+        """Make the encoder and the method's own weights trainable, as `tune` says, and return them."""
         if self.encoder is not None:
             encoder = train_copy(self.encoder)
         else:
@@ -223,7 +224,7 @@ class TrunkCompressor(Compressor):
 
     @contextmanager
     def trunk(self) -> Iterator[Any]:
-        """Lock the encoder, a transformers model without a head, for this thread within the context."""
+        """Yield the encoder, a transformers model without a head, locked for this thread within the context."""
         with self.backbone.use(self.side if self.tune.mode == "lora" else None):
             yield self._of(self.backbone.model) if self.encoder is None else self.encoder
 
@@ -233,7 +234,7 @@ def _layers(trunk: nn.Module, config: Any) -> nn.ModuleList:
 
 
 def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """A view of a trunk that runs these layers and then its final norm; the trunk itself stays whole."""
+    """Return a view of a trunk that runs only these layers and the final norm; leave the trunk itself whole."""
     view = copy.copy(trunk)
     view._modules = {
         name: layers if isinstance(child, nn.ModuleList) and child[0] is layers[0] else child
@@ -243,7 +244,7 @@ def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
 
 
 def _lora_of_layers(tune: TuneConfig, layers: nn.ModuleList) -> Any:
-    """The peft configuration for `tune` in only these layers, the first of a decoder."""
+    """Return the peft configuration that applies `tune` to only these layers, the first of a decoder."""
     config = lora_config(tune)
     if config.target_modules == "all-linear":  # peft cannot combine it with a choice of layers
         config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}

@@ -1,4 +1,4 @@
-"""The base classes of methods' configurations."""
+"""The base classes of methods' settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ctx_compress_rag.strict import Strict
 class TuneConfig(Strict):
     """How a copy of the decoder's weights is trained.
 
-    `lora` adds low-rank adapters to weights shared in memory (defaults from Simple Context Compression, table 6).
-    `full`, for small decoders, trains a copy of all weights except the input embeddings, and the head if it is tied
-    to them, which all copies share. `frozen` trains nothing.
+    `lora` adds low-rank adapters to the decoder's weights, which stay shared in memory (defaults from Simple Context
+    Compression, table 6). `full`, for small decoders, trains a copy of the weights. The input embeddings, and a head
+    that is tied to them, are not trained and stay shared. `frozen` trains nothing.
     """
 
     mode: Literal["lora", "full", "frozen"] = "lora"
@@ -27,7 +27,7 @@ class TuneConfig(Strict):
 
 
 def lora_config(tune: TuneConfig) -> Any:
-    """The peft configuration for `tune`."""
+    """Return the peft configuration for `tune`."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -39,12 +39,12 @@ def lora_config(tune: TuneConfig) -> Any:
 
 
 class WrapConfig(Strict):
-    """How many vectors go around slots.
+    """How many learned vectors are put around slots.
 
     Attributes:
-        before: vectors before the slots.
-        after: vectors after them.
-        every: each run of so many slots is wrapped by itself; None wraps a passage's slots together.
+        before: the number of vectors before the slots.
+        after: the number of vectors after the slots.
+        every: vectors are put around each run of `every` slots; None puts them around all slots of a passage together.
     """
 
     before: int = Field(default=0, ge=0)
@@ -52,32 +52,32 @@ class WrapConfig(Strict):
     every: int | None = Field(default=None, gt=0)
 
     def __bool__(self) -> bool:
-        """Whether there are any vectors."""
+        """Whether any vectors are put around slots."""
         return self.before + self.after > 0
 
     def positions(self, slots: int) -> int:
-        """Number of slots and of the vectors around them."""
+        """Return the number of decoder positions that `slots` slots take together with the vectors around them."""
         runs = 1 if self.every is None else -(-slots // self.every)
         return slots + runs * (self.before + self.after)
 
 
 class MethodConfig(Strict):
-    """Base of every method's configuration: it has a literal `name`, by which its class is found."""
+    """The base class of methods' settings. Each subclass has a literal `name`, which selects it."""
 
     name: str
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """Refuse ratios that the method cannot make from slots stored at `base_ratio`.
+        """Check that the method can make these ratios from slots stored at `base_ratio`.
 
         Raises:
-            ValueError: a ratio is impossible; the message names the first. A RatioError if only the ratio is wrong.
+            RatioError: a ratio is impossible. The message names the first one.
         """
         for ratio in ratios:
             merge_factor(ratio, base_ratio)
 
 
 class OneRatioConfig(MethodConfig):
-    """Settings of a method that was trained for one ratio.
+    """The settings of a method that is trained for one ratio.
 
     Attributes:
         ratio: source tokens per slot.
@@ -86,7 +86,7 @@ class OneRatioConfig(MethodConfig):
     ratio: int = Field(gt=0)
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """Raise a RatioError for any other ratio."""
+        """Raise a RatioError if `base_ratio` or one of `ratios` is not this ratio."""
         for ratio in (base_ratio, *ratios):
             if ratio != self.ratio:
                 raise RatioError(

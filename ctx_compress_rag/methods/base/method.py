@@ -14,13 +14,13 @@ from ctx_compress_rag.models.backbone import Backbone
 
 @dataclass(frozen=True)
 class Method:
-    """A compression method.
+    """A compression method, as bundles and recipes use it.
 
     Attributes:
-        config: the class of its settings, whose literal `name` is the method's.
-        compressor: makes the text side from the decoder and the settings.
-        reader: makes the decoder side from the decoder, the settings and the compressor.
-        paper: the title of its paper.
+        config: the class of the method's settings; its literal `name` is the method's name.
+        compressor: makes the compressor from the decoder and the settings.
+        reader: makes the reader from the decoder, the settings and the compressor.
+        paper: the title of the method's paper.
     """
 
     config: type[MethodConfig]
@@ -34,5 +34,5 @@ METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> None:
-    """Make a method known to bundles and recipes, by its config's name."""
+    """Make a method known to bundles and recipes under the name in its settings' class."""
     METHODS[method.config.model_fields["name"].default] = method

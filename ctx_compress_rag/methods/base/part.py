@@ -1,4 +1,4 @@
-"""What both sides of a method, compressor and reader, have in common."""
+"""What the two parts of a method, compressor and reader, have in common."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UnregisteredModule(Generic[T]):
-    """Holds a module without registering it, so that its weights are not saved with the holder."""
+    """A holder of a module that does not register the module, so that its weights are not saved with the holder's."""
 
     value: T
 
 
 class Part(nn.Module, ABC):
-    """One side of a method: trained for a decoder, and saved separately from it.
+    """One of the two parts of a method, compressor or reader, made for one decoder and saved separately from it.
 
     Attributes:
-        side: "compressor" or "reader"; also the name of its folder in a bundle and of its adapter.
-        backbone: the decoder it was made for. It is not a module, so its weights are not this module's.
+        side: "compressor" or "reader". The part's folder in a bundle and its LoRA adapter have the same name.
+        backbone: the decoder. It is no submodule, so that its weights are not saved with the part.
     """
 
     side: ClassVar[str]
@@ -38,11 +38,11 @@ class Part(nn.Module, ABC):
         self.backbone = backbone
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Make the parameters that this part trains trainable, and return them; by default all of its own."""
+        """Make the parameters that training changes trainable, and return them; by default all of this part's own."""
         return list(self.requires_grad_(True).parameters())
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """What a bundle stores of this part, by name: its own weights, not adapters or the decoder's embeddings."""
+        """Return the weights that a bundle stores for this part, by name, not adapters or the decoder's embeddings."""
         shared = self.backbone.embeddings.weight if self.backbone.loaded else None
         return {name: p for name, p in self.named_parameters() if p is not shared}
 
@@ -50,7 +50,7 @@ class Part(nn.Module, ABC):
         return {name: p.detach().cpu().contiguous() for name, p in self.saved_parameters().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Load what `saved_state` returned; raises a BundleError if names or shapes differ."""
+        """Load what `saved_state` returned; raise a BundleError if names or shapes differ."""
         parameters = self.saved_parameters()
         if odd := sorted(state.keys() ^ parameters.keys()):
             raise BundleError(
@@ -65,18 +65,18 @@ class Part(nn.Module, ABC):
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers of a decoder or of some of its layers, by name, without those of ordinary adapters."""
+    """Yield a decoder's linear layers with their names, also of some of its layers, but none of LoRA adapters."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and "lora_" not in name:
             yield name.removesuffix(".base_layer"), layer
 
 
 def train_copy(model: nn.Module) -> list[nn.Parameter]:
-    """Make a decoder's copy trainable, except for the shared embeddings; returns the trainable parameters.
+    """Make a copy of the decoder trainable, except for the shared embeddings; return the trainable parameters.
 
-    If the decoder's head is tied to its embeddings, the head is shared and frozen with them.
+    If the decoder's head is tied to its embeddings, the head is also shared, and frozen.
 
-    Trainable parameters become float32: in bfloat16 the steps of a usual learning rate round away. The
+    Trainable parameters become float32, because in bfloat16 the steps of a usual learning rate round to nothing. The
     embeddings keep their precision, so on a GPU the copy needs autocast.
     """
     model.train().requires_grad_(True)

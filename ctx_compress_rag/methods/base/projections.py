@@ -1,4 +1,4 @@
-"""Maps from stored slots to the decoder's input embeddings, and vectors around them."""
+"""Maps from stored slots to the decoder's input embeddings, and learned vectors around the mapped slots."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ _GELU_POWER = 0.42522
 
 
 class LinearMap(nn.Linear):
-    """z W^T for each slot z (Simple Context Compression, section 5.1; W_align of Read As Human, eq. 5)."""
+    """The map z W^T of each slot z (Simple Context Compression, section 5.1; W_align of Read As Human, eq. 5)."""
 
     def __init__(self, slot_dim: int, dim: int) -> None:
         super().__init__(slot_dim, dim, bias=False)
 
     def initialize(self, slot_rms: float, embedding_rms: float) -> None:
-        """A multiple of the identity that gives slots the root mean square of token embeddings.
+        """Set the weight to a multiple of the identity that gives slots the root mean square of token embeddings.
 
-        The two differ by up to two orders of magnitude; a decoder learns to ignore inputs of an unusual size.
+        The two can differ by a factor of 100, and a decoder learns to ignore inputs of an unusual size.
         """
         with torch.no_grad():
             nn.init.eye_(self.weight)
             self.weight.mul_(embedding_rms / max(slot_rms, 1e-6))
 
     def forward(self, slots: Tensor) -> Tensor:
-        """Slots as input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
+        """Map slots to input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
         return super().forward(slots.to(self.weight.dtype))
 
 
 class TwoLayerMap(nn.Module):
-    """W_2 GELU(W_1 z + b_1) + b_2 for each slot z.
+    """The map W_2 GELU(W_1 z + b_1) + b_2 of each slot z.
 
-    It is the MLP of ComprExIT, eq. 13, and W_psi of ArcAligner, eq. 1. ArcAligner says only "lightweight
-    projector"; this one is xRAG's. A sentence encoder's space is not a rotation of the decoder's, so one linear map
-    is too little, and its vectors are frozen, so nothing before the projector could learn the rest. The papers name
-    neither the activation nor the inner width, here the decoder's.
+    It is the MLP of ComprExIT, eq. 13, and W_psi of ArcAligner, eq. 1. ArcAligner says only "lightweight projector", so
+    we use xRAG's. One linear map is not enough, because the vectors of a sentence encoder are no rotation of the
+    decoder's embeddings, and the encoder is frozen, so that nothing before the map can learn the rest. The papers give
+    neither the activation nor the inner width, which is here the width of the decoder.
 
     `normed` first normalizes each slot to a root mean square of 1 (the adapter of Latent Context Language Models).
     """
@@ -50,7 +50,7 @@ class TwoLayerMap(nn.Module):
         self.norm = nn.RMSNorm(slot_dim, eps=1e-6) if normed else None
 
     def initialize(self, slot_rms: float, embedding_rms: float) -> None:
-        """Draw weights that keep slots distinct and give them the root mean square of embeddings; biases are zero."""
+        """Draw weights that keep slots distinct and give them the root mean square of embeddings. Biases are zero."""
         with torch.no_grad():
             for layer in (self.inner, self.outer):
                 layer.bias.zero_()
@@ -60,7 +60,7 @@ class TwoLayerMap(nn.Module):
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
     def forward(self, slots: Tensor) -> Tensor:
-        """Slots as input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
+        """Map slots to input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
         slots = slots.to(self.inner.weight.dtype)
         if self.norm is not None:
             slots = self.norm(slots)
@@ -69,9 +69,9 @@ class TwoLayerMap(nn.Module):
 
 
 class Wrap(nn.Module):
-    """Puts the same vectors around the slots of every passage.
+    """Learned vectors around the slots of a passage, the same for every passage.
 
-    They are vectors, not tokens of the prompt, so that they surround a passage wherever a user's prompt names it, and
+    They are vectors and not tokens of the prompt, so that they surround a passage wherever a prompt has it, and so that
     the decoder needs no new tokens.
     """
 
@@ -82,6 +82,6 @@ class Wrap(nn.Module):
         self.after = nn.Parameter(torch.zeros(config.after, dim))
 
     def forward(self, embedded: Tensor) -> Tensor:
-        """Surround a passage's input embeddings: (slots, dim) -> (positions(slots), dim)."""
+        """Put the vectors around a passage's input embeddings: (slots, dim) -> (positions(slots), dim)."""
         runs = embedded.split(self.config.every or max(1, len(embedded)))
         return torch.cat([part for run in runs for part in (self.before, run, self.after)])

@@ -1,4 +1,4 @@
-"""The decoder side of a method: a map for slots, and a decoder that is adapted to read them or frozen."""
+"""The reader of a method: a map of slots to the decoder's embeddings, and a decoder, adapted to slots or frozen."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ctx_compress_rag.models.backbone import Backbone
 
 
 class Reader(Part):
-    """Maps stored slots, which are then read by the decoder with LoRA, by a full copy of it, or by the frozen decoder.
+    """A reader: it maps stored slots for the decoder, which reads them with LoRA, as a trained copy, or frozen.
 
     Args:
         backbone: the decoder.
-        projection: the map; None if slots are embeddings already (Simple Context Compression's ablation).
-        tune: how the decoder is adapted.
-        wrap: vectors around the mapped slots; None puts none.
+        projection: the map; None if slots are already embeddings (Simple Context Compression's ablation).
+        tune: how the decoder is trained.
+        wrap: learned vectors around the mapped slots; None puts none.
     """
 
     side = "reader"
@@ -46,7 +46,7 @@ class Reader(Part):
         self.requires_grad_(False)
 
     def initialize(self, slot_rms: float) -> None:
-        """Initialize the map so that slots of this root mean square get that of the decoder's embeddings."""
+        """Initialize the map so that slots of this root mean square get the root mean square of token embeddings."""
         if self.projection is not None:
             self.projection.initialize(slot_rms, self.backbone.embedding_rms())
 
@@ -62,19 +62,19 @@ class Reader(Part):
         return trained + (self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else [])
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
-        """A passage's slots as input embeddings: (slots, dim), (slots,) -> (positions(slots), decoder dim)."""
+        """Return a passage's slots as input embeddings: (slots, dim), (slots,) -> (positions(slots), decoder dim)."""
         mapped: Tensor = slots if self.projection is None else self.projection(slots)
         return mapped if self.wrap is None else self.wrap(mapped)
 
     def positions(self, slots: int) -> int:
-        """How many input embeddings `forward` makes of this many slots of a passage."""
+        """Return the number of input embeddings that `forward` makes of this number of slots of one passage."""
         return slots if self.wrap is None else self.wrap.config.positions(slots)
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        """Lock the model that reads slots for this thread.
+        """Yield the model that reads slots, locked for this thread within the context.
 
-        `slot_mask` is bool (batch, length), True at the slots of the prompts that it will read; not used here.
+        `slot_mask` is bool (batch, length), True at the slots of the prompts to be read. Only subclasses use it.
         """
         with self.backbone.use(self.side if self.tune.mode == "lora" else None) as model:
             yield model if self.own is None else self.own

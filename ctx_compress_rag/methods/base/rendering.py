@@ -1,4 +1,4 @@
-"""How a prompt shows stored passages: as markers, and at which ratios."""
+"""How a prompt shows stored passages: as markers, at which ratios, and with which kept text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ctx_compress_rag.soft_context import SoftContext, merge_factor
 
 @dataclass(frozen=True)
 class TransientPart:
-    """A part of a passage: its text, the slots made of it for one question, if any, and what tells it from others."""
+    """A part of a passage: its text, its slots for one question (perhaps none), and a key that no other part has."""
 
     text: str
     soft: SoftContext
@@ -19,7 +19,7 @@ class TransientPart:
 
 
 class PassageStore(Protocol):
-    """What `PassageRenderer` needs of a store; see `SoftContextStore`."""
+    """The methods of a store that `PassageRenderer` needs; see `SoftContextStore`."""
 
     @property
     def bundle(self) -> Any: ...
@@ -35,27 +35,27 @@ class PassageStore(Protocol):
 
 
 class PassageRenderer:
-    """How stored passages become markers in a prompt.
+    """The base class that turns stored passages into markers for a prompt.
 
-    By default a marker stands for a stored passage's slots, merged if the ratio is coarser; the question plays no part.
+    By default a marker stands for all slots of a passage, merged for a coarser ratio, and the question has no effect.
 
     Attributes:
-        nestable: whether a coarser ratio is the weighted mean of neighboring slots.
+        nestable: whether the slots of a coarser ratio are weighted means of neighboring slots.
     """
 
     nestable: ClassVar[bool] = False
 
     def merge_factor(self, ratio: int, stored: int) -> int:
-        """How many slots, stored at `stored` source tokens each, become one at `ratio`.
+        """Return how many slots, stored at `stored` source tokens each, become one slot at `ratio`.
 
         Raises:
-            RatioError: the ratio cannot be made.
-            ConfigError: this method needs the question.
+            RatioError: the method cannot make this ratio from the stored slots.
+            ConfigError: the method needs the question.
         """
         return merge_factor(ratio, stored, nestable=self.nestable)
 
     def check_ratio(self, ratio: int, stored: int) -> None:
-        """Raise a RatioError if passages stored at the ratio `stored` cannot be read at the other, or not stored."""
+        """Raise a RatioError if passages cannot be stored at the ratio `stored`, or then not be read at `ratio`."""
         self.merge_factor(ratio, stored)
 
     def render(
@@ -67,12 +67,12 @@ class PassageRenderer:
         question: str | None,
         scope: str | None,
     ) -> list[str]:
-        """Stored texts as a prompt shows them: markers, or kept text with markers in it.
+        """Return stored texts as a prompt shows them: as markers, or as kept text with markers in it.
 
-        `ratio` None is the finest. Only methods that read passages question by question need the `question`.
+        `ratio=None` is the finest ratio. Only methods that read passages for each question need `question`.
 
         Raises:
-            ConfigError: the question is missing.
+            ConfigError: the method needs a question and there is none.
             RatioError: see `check_ratio`.
             MissingPassageError, PayloadError: see `SoftContextStore.markers`.
         """
