@@ -1,1 +1,1 @@
-"""Compression methods: one folder each, and their registry."""
+"""Compression methods, one module or folder each, and their registry."""

@@ -1,4 +1,4 @@
-"""ArcAligner: slots refined inside the decoder, layer by layer (sections 3.3-3.4, algorithm 1)."""
+"""ArcAligner, which refines slots inside the decoder, layer by layer (sections 3.3-3.4, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ctx_compress_rag.strict import Strict
 
 
 class SelectiveLoraConfig(Strict):
-    """LoRA at slot positions only, beside every linear layer (ArcAligner, section 3.3 and table 5)."""
+    """The settings of LoRA in every linear layer, at slot positions only (ArcAligner, section 3.3 and table 5)."""
 
     rank: int = Field(default=128, gt=0)
     alpha: int = Field(default=32, gt=0)
@@ -36,17 +36,17 @@ class SelectiveLoraConfig(Strict):
 
 
 class ArcAlignerConfig(SentenceUnits):
-    """ArcAligner (tables 5 and 6): sentence slots read with selective LoRA and recursive gates.
+    """The settings of ArcAligner (tables 5 and 6): sentence slots, read with selective LoRA and recursive gates.
 
     Attributes:
-        lora: None is the paper's ablation without LoRA.
-        loops: most passes after the mandatory one (T of algorithm 1); 0 switches the gates off, for stages I
-            and II and the ablation without recursion. We read the tables' "max loops 3" as T: algorithm 1 defines
-            the method, and its T counts passes after the mandatory one, as does section 3.4 ("up to T additional").
-            Appendix E also counts the mandatory pass; T would then be 2.
-        gated_layers: which of the decoder's layers have gates, counted from 0.
-        gate: "open" is the ablation without gate: every slot takes all loops.
-        gate_width: width of the gates' inner layer; the paper does not give it.
+        lora: the selective LoRA; None is the paper's ablation without LoRA.
+        loops: the most passes after the mandatory one (T of algorithm 1). 0 switches the gates off, for stages I and II
+            and for the ablation without recursion. We read "max loops 3" in the tables as T, because algorithm 1, which
+            defines the method, and section 3.4 ("up to T additional") count passes after the mandatory one. Appendix E
+            also counts the mandatory pass; T would then be 2.
+        gated_layers: the decoder's layers that have gates, counted from 0.
+        gate: "learned", or "open" for the ablation without gates, in which every slot takes all loops.
+        gate_width: the width of the gates' inner layer, which the paper does not give.
     """
 
     name: Literal["arcaligner"] = "arcaligner"
@@ -58,11 +58,11 @@ class ArcAlignerConfig(SentenceUnits):
 
 
 class SlotPlaces:
-    """Where the slots of a batch are.
+    """The positions of slots in a batch of prompts.
 
     Attributes:
-        mask: bool (batch, length).
-        index: int64 (slots,): the slots' places among all positions, row after row.
+        mask: bool (batch, length), True at slots.
+        index: int64 (slots,), the places of the slots among all positions of the batch, row after row.
     """
 
     def __init__(self, mask: Tensor) -> None:
@@ -70,7 +70,7 @@ class SlotPlaces:
         self.index = mask.flatten().nonzero().squeeze(1)
 
     def take(self, states: Tensor) -> Tensor:
-        """The states at slots, (slots, dim); a ConfigError if some positions are missing, as with routed experts."""
+        """Return states at slots, (slots, dim); raise a ConfigError if a mixture of experts got only some positions."""
         rows = states.flatten(0, -2)
         if len(rows) != self.mask.numel():
             raise ConfigError(f"a layer got only {len(rows)} of {self.mask.numel()} positions: choose another decoder")
@@ -78,7 +78,7 @@ class SlotPlaces:
 
 
 class SlotUpdate(nn.Module):
-    """The low-rank update of one frozen linear layer: (alpha / rank) B A x, zero until it is trained."""
+    """The low-rank update of one frozen linear layer, (alpha / rank) B A x, which is zero before training."""
 
     def __init__(self, linear: nn.Linear, config: SelectiveLoraConfig) -> None:
         super().__init__()
@@ -89,28 +89,28 @@ class SlotUpdate(nn.Module):
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The update for the layer's inputs at slots: (slots, in) -> (slots, out)."""
+        """Return the update for the layer's inputs at slots: (slots, in) -> (slots, out)."""
         x = F.dropout(x.to(self.a.dtype), self.dropout, self.training and torch.is_grad_enabled())
         return self.scale * F.linear(F.linear(x, self.a), self.b)
 
 
 class SelectiveLora(nn.Module):
-    """M * (B A x) beside every linear layer of one decoder layer.
+    """LoRA of all linear layers of one decoder layer, at slots only: M * (B A x) is added to each layer's output.
 
-    Equation 3 writes the layer as F(H) + M * dF(H) and leaves open where the mask M enters. At the layer's
-    output, it would need two runs, and two sets of keys and values for each position: a text position on the
-    frozen path would have to see the slots' frozen keys, and a slot the text's adapted keys. Here the mask
-    enters each linear layer, W x + M * B A x, as in the method that the paper cites for it (P-LoRA; Dong et
-    al., 2024): dF is everything that these updates change. A text position then uses only frozen weights, at
-    every layer, and its keys and values are the frozen decoder's for its state. That state is the frozen
-    model's as long as no slot precedes it; after a slot, it has read the slot's adapted keys and values, which
-    is the purpose of the update.
+    Equation 3 writes the layer as F(H) + M * dF(H) and does not say where the mask M enters. If M entered at the
+    decoder layer's output, the layer would need two runs, and two sets of keys and values for each position, because a
+    text position on the frozen path would have to see the slots' frozen keys, and a slot the text's adapted keys. Here
+    M enters at each linear layer, W x + M * B A x, as in the method that the paper cites (P-LoRA; Dong et al., 2024),
+    so dF is everything that these updates change. A text position then uses only frozen weights at every layer, and its
+    keys and values are those that the frozen decoder computes from its state. The state of a text position before any
+    slot is the frozen decoder's. A text position after a slot has read the slot's adapted keys and values, which is the
+    purpose of the update.
 
     Attributes:
-        slots: where updates are added now; None outside `on`. Gradient checkpointing reads it.
+        slots: where updates are added now; None outside `on`. Gradient checkpointing reads this attribute.
 
     Raises:
-        ConfigError: the layer has no linear layers.
+        ConfigError: the decoder layer has no linear layers.
     """
 
     def __init__(self, layer: nn.Module, config: SelectiveLoraConfig) -> None:
@@ -126,7 +126,7 @@ class SelectiveLora(nn.Module):
 
     @contextmanager
     def on(self, slots: SlotPlaces) -> Iterator[None]:
-        """Add the updates at slots within the context; a nested context uses its own slots."""
+        """Add the updates at `slots` within the context; a nested context uses its own slots."""
         outer, self.slots = self.slots, slots
         with ExitStack() as hooks:
             if outer is None:
@@ -145,7 +145,7 @@ class SelectiveLora(nn.Module):
 
 
 def twin(model: nn.Module) -> Any:
-    """A copy of the modules that shares their tensors: hooks on one do not affect the other."""
+    """Return a copy of a model that shares its tensors, so that hooks on the copy do not affect the model."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
 
@@ -156,7 +156,7 @@ _START = -0.01
 
 
 class Gate(nn.Sequential):
-    """The MLP of one layer's slot-wise gate (eq. 5): states -> logits, closed until it is trained."""
+    """The MLP of one layer's gate (eq. 5), which maps a slot's state to a logit. Before training it is closed."""
 
     def __init__(self, dim: int, width: int) -> None:
         last = nn.Linear(width, 1)
@@ -166,37 +166,36 @@ class Gate(nn.Sequential):
 
 
 class ArcAlignerReader(Reader):
-    """Projected slots, read by the frozen decoder with selective LoRA and recursive gates.
+    """A reader of projected slots: the frozen decoder with selective LoRA and recursive gates.
 
-    A pass over a prompt runs algorithm 1. Passes that continue from cached positions are the decoder's own:
-    they read text, which takes the frozen path (eq. 3), and cost nothing extra. They are correct because
-    the cache holds what the algorithm would compute again. A text position of layer l reads the keys and
-    values of the mandatory pass (eq. 4), computed from H^(l,0) and cached once for each position. The passes
-    of eq. 6 differ: their keys and values are computed from H^(l+1,t-1), only their outputs at slots are
-    kept (eq. 9), and attention is causal, so a slot sees nothing after itself. Later positions neither
-    change nor read these keys and values, so they are not cached.
+    A pass over a whole prompt runs algorithm 1. A pass that continues from cached positions is the plain decoder's: it
+    reads text, which takes the frozen path (eq. 3), and costs nothing extra. It is correct because the cache holds what
+    the algorithm would compute again. At layer l a text position reads the keys and values of the mandatory pass (eq.
+    4), which are computed from H^(l,0) and cached once for each position. The passes of eq. 6 compute keys and values
+    from H^(l+1,t-1), but only their outputs at slots are kept (eq. 9). Attention is causal, so a slot sees nothing
+    after itself. Later positions neither change nor read the keys and values of eq. 6, so these are not cached.
 
-    A pass counts as one over the prompt if its cache is empty; it must be at least as long as the mask.
-    Positions beyond the mask are text.
+    A pass counts as one over the whole prompt if its cache is empty. It must be at least as long as the slot mask;
+    positions beyond the mask are text.
 
-    The last layer's states at slots are read only by predictions at slots. If text follows the slots, as in
-    every prompt with a question, that layer's gate learns nothing and its loops change no answer;
-    `gated_layers` may leave it out.
+    The last layer's states at slots are read only by predictions at slots. If text follows the slots, as in every
+    prompt with a question, the gate of the last layer learns nothing, and its loops change no answer, so `gated_layers`
+    may leave out the last layer.
 
-    Training mode (dropout in the LoRA, eq. 7 instead of the hard gate) applies if the module is in it and
-    gradients are enabled.
+    Dropout in the LoRA, and eq. 7 in place of the hard gate, are used only in training mode with gradients enabled.
 
-    All of this, and the projector, runs in its weights' precision, LoRA and gates in float32: autocast, which
-    training uses, is off. Gates that are rounded differently in training and in use would decide differently.
+    All of this, the projector included, runs in the precision of its weights (float32 for LoRA and gates), without the
+    autocast that training uses. Gates that are rounded differently in training and in use would decide differently.
 
     Args:
         backbone: the decoder.
-        slot_dim: width of a stored slot.
-        config: the method's settings.
+        slot_dim: the width of a stored slot.
+        config: the settings of the method.
 
     Attributes:
-        last_loops: for each gated layer, how many passes each slot of the last prompts got after the mandatory one:
-            int64 (batch, length), 0 to `loops`, and -1 at other positions. (The paper's case studies count from 1.)
+        last_loops: for each gated layer, the number of passes after the mandatory one that each slot of the last
+            prompts took: int64 (batch, length), 0 to `loops`, and -1 at other positions. (The paper's case studies
+            count from 1.)
 
     Raises:
         ConfigError: a gated layer does not exist, or the decoder's layers cannot be adapted.
@@ -237,7 +236,7 @@ class ArcAlignerReader(Reader):
 
     @contextmanager
     def decoder(self, slot_mask: Tensor) -> Iterator[Any]:
-        """Lock the decoder for this thread. It refines the slots at `slot_mask` and refuses prompts that do not fit."""
+        """Yield the decoder, locked for this thread. It refines the slots at `slot_mask`; prompts must fit the mask."""
         with self.backbone.use(None):
             outer, self._slot_mask = self._slot_mask, slot_mask
             try:
@@ -246,7 +245,7 @@ class ArcAlignerReader(Reader):
                 self._slot_mask = outer
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands for the `forward` of the twin's trunk: runs it, with algorithm 1 if the prompt has slots."""
+        """Run `forward`, the method of the twin's trunk that this one replaces; if there are slots, by algorithm 1."""
         cached = any(isinstance(value, Cache) and value.get_seq_length() for value in (*args, *kwargs.values()))
         inputs = kwargs.get("inputs_embeds")
         if inputs is None:
@@ -267,7 +266,7 @@ class ArcAlignerReader(Reader):
             return forward(*args, **kwargs)
 
     def _places(self, inputs: Tensor) -> SlotPlaces | None:
-        """The places of the slots in a prompt (batch, length, ...); None if it has no slots."""
+        """Return the places of the slots in a prompt (batch, length, ...), or None if the prompt has no slots."""
         mask = self._slot_mask
         if mask is None or not mask.any():
             return None
@@ -289,11 +288,11 @@ class ArcAlignerReader(Reader):
         kwargs: dict[str, Any],
         made: Any,
     ) -> Any:
-        """Run lines 4 to 15 of algorithm 1 for one layer, with LoRA on, after its mandatory pass.
+        """Run lines 4 to 15 of algorithm 1 for one layer, with LoRA on, after the layer's mandatory pass.
 
         The mandatory pass was called with `args`, which begin with H^(l,0), and `kwargs`. It returned `made`:
         H^(l+1,0), (batch, length, dim), or a tuple that begins with it. Returns `made` with H^(l+1,T) in place of
-        H^(l+1,0), as the next layer's input.
+        H^(l+1,0), which is the next layer's input.
         """
         state = _states(made)
         training = self.training and torch.is_grad_enabled()
@@ -327,7 +326,7 @@ class ArcAlignerReader(Reader):
 
 
 def _states(made: Any) -> Tensor:
-    """The states in a decoder layer's result: some layers return a tuple that begins with them."""
+    """Return the states in a decoder layer's result, which is for some layers a tuple that begins with the states."""
     states: Tensor = made[0] if isinstance(made, tuple) else made
     return states
 

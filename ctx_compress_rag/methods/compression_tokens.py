@@ -17,10 +17,10 @@ from ctx_compress_rag.models.backbone import Backbone
 
 
 class CompressionTokensConfig(MethodConfig):
-    """Compression tokens (Simple Context Compression, section 5.1): one learned token, repeated once for each slot.
+    """The settings of compression tokens, one learned token for all slots (Simple Context Compression, section 5.1).
 
-    `attention` is how compression tokens see each other: "causal", as in the decoder, or "bidirectional". The text
-    is always read causally.
+    `attention` says how compression tokens see each other: "causal", as in the decoder, or "bidirectional". The text is
+    always read causally.
     """
 
     name: Literal["compression_tokens"] = "compression_tokens"
@@ -30,15 +30,15 @@ class CompressionTokensConfig(MethodConfig):
 
 
 class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
-    """One learned token, appended ceil(L/r) times to the text; their final hidden states are the slots.
+    """A compressor that appends one learned token ceil(L/r) times to a text; their final hidden states are the slots.
 
-    The text is encoded once for all ratios, as the decoder reads it, and never sees compression tokens.
-    A ratio's compression tokens see the whole text and, among themselves, the earlier ones ("causal") or
-    all ("bidirectional"). With causal attention, a coarser ratio's slots are therefore the first of a finer
-    ratio's, which the paper calls Matryoshka-style; but no slot is the mean of others: this is not nestable.
+    The decoder reads the text once for all ratios, and the text never sees compression tokens. The compression tokens
+    of a ratio see the whole text, and of each other the earlier ones ("causal") or all ("bidirectional"). With causal
+    attention the slots of a coarser ratio are therefore the first slots of a finer ratio, which the paper calls
+    Matryoshka-style. But no slot is the mean of others, so the method is not nestable.
 
-    The paper does not say how the token is initialized: here at random, with the size of a token embedding.
-    It is trained even if the encoder is frozen.
+    The paper does not say how the token is initialized. Here it is random, of the size of a token embedding. It is
+    trained even if the encoder is frozen.
     """
 
     def __init__(self, backbone: Backbone, config: CompressionTokensConfig) -> None:
@@ -48,7 +48,7 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         self.token = nn.Parameter(token.to(backbone.device), requires_grad=False)
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """Encode text and the compression tokens of every ratio in one pass (section 5.1: shared computation)."""
+        """Encode the text and the compression tokens of every ratio in one pass (section 5.1, shared computation)."""
         counts = {ratio: token_counts(attention_mask, ratio) for ratio in ratios}
         # With causal attention, the finest ratio's tokens include every other ratio's.
         encoded = list(counts) if self.bidirectional else [min(counts)]
@@ -60,7 +60,7 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         }
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> list[Tensor]:
-        """Final hidden states of each ratio's compression tokens, (batch, ceil(length / ratio), dim) each."""
+        """Return the final states of each ratio's compression tokens, (batch, ceil(length / ratio), dim) each."""
         tokens_of = [token_counts(attention_mask, ratio) > 0 for ratio in ratios]
         input_ids, attention_mask, _ = self.behind_bos(input_ids, attention_mask)
         batch, length = input_ids.shape
@@ -84,24 +84,23 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
 
 
 def token_counts(attention_mask: Tensor, ratio: int) -> Tensor:
-    """Source tokens per compression token: `ratio`, or fewer for the last of a passage.
+    """Return the source tokens per compression token, which are `ratio`, or fewer for the last token of a passage.
 
-    Each compression token sees the whole text; the counts only have to sum to the passage's length.
+    Each compression token sees the whole text, so only the sum of the counts, the passage's length, has a meaning.
 
-    Shape: (batch, length) -> (batch, ceil(length / ratio)), 0 if a shorter passage has no such token
+    Shape: (batch, length) -> (batch, ceil(length / ratio)), 0 where a shorter passage has no such token
     """
     starts = torch.arange(0, attention_mask.shape[1], ratio, device=attention_mask.device)
     return (attention_mask.sum(1, keepdim=True) - starts).clamp(0, ratio)
 
 
 def compression_mask(real: Sequence[Tensor], bidirectional: bool, dtype: torch.dtype) -> Tensor:
-    """An additive mask: causal over the text; compression tokens see the text and others of their ratio.
+    """Return an additive mask, causal over the text. Compression tokens see the text and other tokens of their ratio.
 
-    transformers uses a 4-D mask unchanged, in place of the architecture's own mask, so that sliding windows
-    hide no part of the text either. `real` is False at padding: the text's (batch, length), then each ratio's
-    (batch, tokens).
+    transformers uses a 4-D mask unchanged, in place of the architecture's own, so that sliding windows hide no part of
+    the text. `real` holds bool masks, False at padding: the text's (batch, length), then each ratio's (batch, tokens).
 
-    Shape: -> (batch, 1, total, total), total = text and all compression tokens
+    Shape: -> (batch, 1, total, total), where total counts the text and all compression tokens
     """
     device = real[0].device
     part = torch.cat([torch.full((each.shape[1],), i, device=device) for i, each in enumerate(real)])

@@ -20,14 +20,14 @@ from ctx_compress_rag.soft_context import pool
 
 
 class ComprexitConfig(MethodConfig):
-    """ComprExIT: explicit transmission from frozen hidden states to slots.
+    """The settings of ComprExIT, which transmits frozen hidden states to slots explicitly.
 
     Two switches are the paper's ablations (table 3): `layers: last` leaves out layer aggregation, and
     `allocation: window_attention` leaves out coordinated allocation.
 
-    `gate_dim`, `transport_dim`, `segment_tokens` and `iterations` are the paper's (table 7). `slot_dim`, the width
-    of anchors and slots, is our reading of its "projection hidden size" of 256 (section 4.1); with it the method adds
-    about 1% of parameters to the paper's decoders, as the paper says. The paper gives neither `temperature` (tau of
+    `gate_dim`, `transport_dim`, `segment_tokens` and `iterations` are the paper's (table 7). `slot_dim`, the width of
+    anchors and slots, is how we read the paper's "projection hidden size" of 256 (section 4.1). With it the method adds
+    about 1% to the parameters of the paper's decoders, as the paper says. The paper gives neither `temperature` (tau of
     eq. 6), here the square root of 256 as in attention, nor `epsilon`, the weight of the entropy in eq. 11.
     """
 
@@ -47,7 +47,7 @@ class ComprexitConfig(MethodConfig):
 
 
 class TransportPlan(nn.Module):
-    """The joint plan for all tokens and slots of a segment: entropic optimal transport (eq. 9-11)."""
+    """The joint plan for all tokens and slots of a segment, by entropic optimal transport (eq. 9-11)."""
 
     def __init__(self, dim: int, transport_dim: int, epsilon: float, iterations: int) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class TransportPlan(nn.Module):
         self.iterations = iterations
 
     def forward(self, anchors: Tensor, mask: Tensor, receivers: Tensor, counts: Tensor) -> Tensor:
-        """How much of each token goes to each slot; a segment's plan sums to 1.
+        """Return how much of each token goes to each slot. The entries of one segment's plan sum to 1.
 
         Args:
             anchors: token anchors, padded on the right.
-            mask: bool, False at padding; no segment is all padding.
-            receivers: mean of the anchors of each local field (eq. 8).
-            counts: tokens of each field; 0 for fields that a shorter segment lacks.
+            mask: bool, False at padding. No segment is all padding.
+            receivers: the mean of the anchors of each local field (eq. 8), the tokens that one slot is anchored to.
+            counts: the number of tokens of each field; 0 for fields that a shorter segment lacks.
 
         Shape: (segments, tokens, dim), (segments, tokens), (segments, slots, dim), (segments, slots)
             -> (segments, tokens, slots)
@@ -75,11 +75,11 @@ class TransportPlan(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """The ablation without coordinated allocation (section 4.3): each slot attends only to its own field.
+    """The ablation without coordinated allocation (section 4.3): each slot attends only to its own local field.
 
-    The paper says only that it is a window attention that keeps locality. Here a slot's query is its
-    receiver, its keys are the anchors of its local field, and each slot's weights are normalized
-    separately. Arguments and result of `forward` are those of `TransportPlan`.
+    The paper says only that it is a window attention that keeps locality. Here a slot's query is its receiver, its keys
+    are the anchors of its local field, and each slot's weights are normalized separately. `forward` takes and returns
+    the same as `TransportPlan.forward`.
     """
 
     def __init__(self, dim: int, transport_dim: int) -> None:
@@ -100,18 +100,18 @@ class WindowAttention(nn.Module):
 
 
 def log_shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Log of the receivers' equal capacities 1/K; minus infinity for slots that a segment lacks: (segments, slots)."""
+    """Return the log of the receivers' capacities 1/K, (segments, slots); minus infinity where there is no slot."""
     there = counts > 0
     shares = -there.sum(-1, keepdim=True).to(dtype).log()
     return shares.expand(counts.shape).masked_fill(~there, -torch.inf)
 
 
 def sinkhorn(cost: Tensor, log_rows: Tensor, log_columns: Tensor, epsilon: float, iterations: int) -> Tensor:
-    """Entropy-regularized optimal transport (eq. 11; Cuturi, 2013), in the log domain.
+    """Return the plan of entropy-regularized optimal transport (eq. 11; Cuturi, 2013), computed in the log domain.
 
-    Each iteration fits the rows and then the columns, so the columns' marginals are exact up to rounding, and the
-    rows' up to convergence. Rows and columns of mass 0 (log minus infinity) take no part. The smaller epsilon, the
-    sparser the plan and the slower its convergence.
+    Each iteration fits the rows and then the columns, so the sums of columns are exact up to rounding, and the sums of
+    rows up to convergence. Rows and columns of mass 0 (log minus infinity) take no part. A smaller epsilon makes the
+    plan sparser and its convergence slower.
 
     Shape: (..., rows, columns), (..., rows), (..., columns) -> (..., rows, columns)
     """
@@ -124,9 +124,10 @@ def sinkhorn(cost: Tensor, log_rows: Tensor, log_columns: Tensor, epsilon: float
 
 
 class DepthGates(nn.Module):
-    """Mixes the layers' hidden states, token by token (eq. 4-7, before the projection W_a).
+    """Gates that mix the hidden states of all layers, token by token (eq. 4-7, before the projection W_a).
 
-    States are compared with their context in a space of `gate_dim`; `temperature` is that of the softmax over layers.
+    Each layer's state is compared with a weighted mean of all layers' states (the context) in a space of width
+    `gate_dim`. `temperature` is that of the softmax over layers.
     """
 
     def __init__(self, layers: int, dim: int, gate_dim: int, temperature: float) -> None:
@@ -138,7 +139,7 @@ class DepthGates(nn.Module):
         self.temperature = temperature
 
     def gates(self, states: Sequence[Tensor]) -> Tensor:
-        """The share of each layer (eq. 4-6): layers times (batch, length, dim) -> (batch, length, layers)."""
+        """Return the share of each layer (eq. 4-6): layers times (batch, length, dim) -> (batch, length, layers)."""
         context = self.context(_mix(states, self.priors.softmax(0)))
         scores = [
             (context * (layer(state) + embedding)).sum(-1)
@@ -151,18 +152,18 @@ class DepthGates(nn.Module):
 
 
 class ComprexitCompressor(TokenCompressor):
-    """Slots from the frozen decoder's hidden states: mixed over layers, then transported from tokens to slots.
+    """A compressor of the frozen decoder's hidden states: it mixes them over layers, and transports them to slots.
 
     The paper's layers 1..L are the outputs of the decoder's L blocks, the last one after the final norm, as
-    transformers returns it; the embeddings are not among them. The text is read causally, as the decoder
-    always reads it.
+    transformers returns it. The embeddings are not among them. The text is read causally, as the decoder always reads
+    it.
 
-    A segment holds as many whole local fields of `ratio` tokens as fit into `segment_tokens`, at least one,
-    so that a passage has ceil(tokens / ratio) slots at any ratio. Only its last field may be shorter.
+    A segment holds as many whole local fields of `ratio` tokens as fit into `segment_tokens`, at least one, so that a
+    passage has ceil(tokens / ratio) slots at any ratio. Only the last field of a passage may be shorter.
 
-    Slots are eq. 12 times K, the number of the segment's slots, that is, divided by the receivers' capacity 1/K.
-    A slot is then a weighted mean of the W_g h and has the same size in whole and short segments and at any ratio.
-    The paper's segments all have 32 slots, so there K is a constant that W_g absorbs.
+    Slots are eq. 12 times K, the number of slots in the segment, which divides them by the receivers' capacity 1/K. A
+    slot is then a weighted mean of the W_g h, and has the same size in whole and short segments and at any ratio. In
+    the paper all segments have 32 slots, so K is a constant there that W_g absorbs.
     """
 
     def __init__(self, backbone: Backbone, config: ComprexitConfig) -> None:
@@ -185,12 +186,12 @@ class ComprexitCompressor(TokenCompressor):
 
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor) -> list[Tensor]:
-        """The hidden states of each layer: (batch, length, decoder dim) each, scaled to a root mean square of 1.
+        """Return each layer's hidden states, (batch, length, decoder dim), scaled to a root mean square of 1.
 
-        The paper does not say whether it scales them. States grow from layer to layer and differ by two orders of
-        magnitude between decoders and within a decoder (the first token's); the scores of eq. 5 grow with their square.
+        The paper does not say whether it scales them. States grow from layer to layer, and differ up to 100 times
+        between decoders and within one (those of the first token). The scores of eq. 5 grow with their square.
 
-        There is no mask: with causal attention no token sees the padding on its right.
+        There is no mask, because with causal attention no token sees the padding on its right.
         """
         input_ids, _, first = self.behind_bos(input_ids, torch.ones_like(input_ids))
         with self.backbone.use(None) as model:
@@ -199,7 +200,7 @@ class ComprexitCompressor(TokenCompressor):
         return [F.rms_norm(state, state.shape[-1:]) for state in states]
 
     def anchors(self, states: Sequence[Tensor]) -> Tensor:
-        """Token anchors (eq. 7), without layer aggregation from the last layer alone: (batch, length, slot dim)."""
+        """Return token anchors (eq. 7), (batch, length, slot dim). `layers: last` makes them of the last layer."""
         # W_a is linear, so it can follow the sum over layers.
         anchors: Tensor = self.anchor(states[-1] if self.depth is None else self.depth(states))
         return anchors
@@ -210,7 +211,7 @@ class ComprexitCompressor(TokenCompressor):
         return {ratio: self._slots(anchors, attention_mask, ratio) for ratio in ratios}
 
     def _slots(self, anchors: Tensor, attention_mask: Tensor, ratio: int) -> SlotBatch:
-        """Allocate each segment's anchors (batch, length, slot dim) to its slots, and transmit them (eq. 8-12)."""
+        """Allocate each segment's anchors (batch, length, slot dim) to its slots, and return the slots (eq. 8-12)."""
         size = ratio * max(1, self.config.segment_tokens // ratio)
         blocks = -(-anchors.shape[1] // size)
         padding = blocks * size - anchors.shape[1]
@@ -231,7 +232,7 @@ class ComprexitCompressor(TokenCompressor):
 
 
 def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Weighted sum of the states: layers times (..., dim), (..., layers) -> (..., dim)."""
+    """Return the weighted sum of the states: layers times (..., dim), (..., layers) -> (..., dim)."""
     mixed = states[0] * weights[..., 0]
     for number, state in enumerate(states[1:], 1):
         mixed = mixed + state * weights[..., number]

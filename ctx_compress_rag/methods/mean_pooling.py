@@ -20,23 +20,23 @@ from ctx_compress_rag.soft_context import pool
 
 
 class MeanPoolingConfig(MethodConfig):
-    """Mean pooling (Simple Context Compression, section 4.1).
+    """The settings of mean pooling (Simple Context Compression, section 4.1).
 
-    `embedding_skip` adds each token's embedding to its hidden state, scaled to the embeddings' size,
-    before pooling. It is not in the paper (the default is off), but with it small decoders learn to read
-    slots sooner.
-
-    These settings are not in the paper either; they help to train a pretrained decoder in a few hours:
+    `embedding_skip`, `layers`, `hidden_map` and `positions` are not in the paper and off by default. With
+    `embedding_skip` small decoders learn to read slots sooner; the others help to train a pretrained decoder in a few
+    hours.
 
     Attributes:
+        embedding_skip: before pooling, scale each token's hidden state to the embeddings' size, and add the token's
+            embedding.
         layers: how many of the decoder's first layers, before its final norm, the encoder has; None means all. Fewer
             layers encode and train faster. 0 is the paper's ablation without an encoder (table 3), which pools token
             embeddings.
-        hidden_map: with `embedding_skip`, pass hidden states through a linear map that starts at zero, so that an
-            untrained slot is the mean of its tokens' embeddings, which the decoder can nearly read. Unmapped hidden
-            states destroy this ability in a few steps.
+        hidden_map: with `embedding_skip`, pass hidden states through a linear map that starts at zero. An untrained
+            slot is then the mean of its tokens' embeddings, which the decoder can nearly read. Unmapped hidden states
+            destroy this ability in a few steps.
         positions: add to each embedding that the encoder reads a learned vector for its position modulo this number,
-            initially zero. A mean loses the order of its tokens; this hints at each token's place in its slot.
+            initially zero. A mean loses the order of its tokens; these vectors hint at each token's place in its slot.
     """
 
     name: Literal["mean_pooling"] = "mean_pooling"
@@ -63,10 +63,10 @@ class MeanPoolingConfig(MethodConfig):
 
 
 class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
-    """Hidden states of the decoder's own trunk with full attention, averaged over r tokens (eq. 3-4).
+    """A compressor that averages hidden states of the decoder's own trunk over r tokens, with full attention (eq. 3-4).
 
-    The paper's linear map comes after pooling and belongs to the reader, so stored slots stay
-    nestable: pooling at 4r is the weighted mean of four neighbors pooled at r.
+    The paper's linear map comes after pooling and belongs to the reader, so stored slots stay nestable: a slot pooled
+    over 4r tokens is the weighted mean of four neighboring slots pooled over r.
     """
 
     nestable = True
@@ -85,14 +85,14 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
             self.positions = nn.Parameter(zeros, requires_grad=False)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The vectors to pool, under full attention: (batch, length), (batch, length) -> (batch, length, dim)."""
+        """Return vectors to pool, under full attention: (batch, length), (batch, length) -> (batch, length, dim)."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         return self.token_vectors(
             input_ids, full_attention_mask(attention_mask, self.backbone.embeddings.weight.dtype), positions
         )
 
     def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """The vectors to pool, (batch, length, dim), for rows that hold several passages.
+        """Return the vectors to pool, (batch, length, dim), for rows that hold several passages.
 
         `mask` is additive, as transformers takes it: (batch, 1, length, length). `positions` count within each passage:
         (batch or 1, length).
@@ -117,18 +117,18 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         return summed
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """Encode once, pool at every ratio (section 4.2: ratios share the encoder's work)."""
+        """Encode once and pool at every ratio (section 4.2: ratios share the encoder's work)."""
         ids, mask, first = self.behind_bos(input_ids, attention_mask)
         hidden = self.hidden_states(ids, mask)[:, first:]
         return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """An encoder's weights have transformers' names."""
+        """Return the weights that a bundle stores, with transformers' names for those of the encoder."""
         return {name.removeprefix("encoder."): p for name, p in super().saved_parameters().items()}
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask with which every token attends to every real token.
+    """Return an additive mask with which every token attends to every real token.
 
     transformers uses a 4-D mask unchanged, in place of the architecture's causal and sliding-window masks.
 

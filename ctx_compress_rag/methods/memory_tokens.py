@@ -21,16 +21,16 @@ from ctx_compress_rag.text.chat import PromptTokenizer
 
 
 class MemoryTokensConfig(OneRatioConfig):
-    """Memory tokens: a fixed number of learned vectors after each window of text, however short it is.
+    """The settings of memory tokens: after each window of text, even a short one, stand as many learned vectors.
 
     Attributes:
-        slots: memory tokens per window, whose length is `ratio` times this number.
-        begin: learned vectors before each window.
-        bos: where the decoder's BOS comes: before every "window", or before the "first" of a passage, as one of its
+        slots: the number of memory tokens after a window. A full window has `ratio` times as many source tokens.
+        begin: the number of learned vectors before each window.
+        bos: where the decoder's BOS stands: before every "window", or before the "first" of a passage, as one of its
             tokens.
-        eos: whether the decoder's end token comes after each window.
-        equal: cut a passage into windows of equal length (ICAE), not into full ones and a rest.
-        wrap: what the decoder reads around the slots.
+        eos: whether the decoder's end token stands after each window.
+        equal: whether a passage is cut into windows of equal length (ICAE), and not into full windows and a rest.
+        wrap: the learned vectors that the decoder reads around the slots.
     """
 
     name: Literal["memory_tokens"] = "memory_tokens"
@@ -50,7 +50,7 @@ class MemoryTokensConfig(OneRatioConfig):
 
 @dataclass(frozen=True)
 class _Window:
-    """A window of a passage: the passage's index, what the encoder reads of it, and how many source tokens that is."""
+    """A window: the index of its passage, the token ids that the encoder reads, and the number of source tokens."""
 
     passage: int
     ids: list[int]
@@ -58,10 +58,10 @@ class _Window:
 
 
 class MemoryTokensCompressor(TrunkCompressor):
-    """The decoder reads a window and then learned vectors, whose final hidden states are the slots.
+    """A compressor that reads a window and then learned vectors, whose final hidden states are the slots.
 
-    Every window has the same number of slots, so that a short passage is hardly compressed, and none of them is a mean
-    of others. A passage longer than a window is read window by window; PISCO and CLaRa cut its end off.
+    Every window has the same number of slots, so a short passage is hardly compressed. No slot is a mean of others. A
+    passage longer than a window is read window by window, where PISCO and CLaRa cut off its end.
     """
 
     def __init__(self, backbone: Backbone, config: MemoryTokensConfig) -> None:
@@ -71,7 +71,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         self.begin = nn.Parameter(torch.zeros(config.begin, backbone.dim, device=backbone.device), requires_grad=False)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """The vectors before a window stand for a token of the decoder's, which stays as it is."""
+        """Make all parameters but `begin` trainable, and return them. `begin` stands for a token of the decoder."""
         trained = super().trained_parameters()
         self.begin.requires_grad_(False)
         return [parameter for parameter in trained if parameter is not self.begin]
@@ -106,7 +106,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         return PromptTokenizer(self.backbone.tokenizer)
 
     def _ids_inside(self, text: str) -> list[int]:
-        """Token ids of a text after a control token: some tokenizers put a space only before the first text."""
+        """Return the token ids of a text after a control token. Some tokenizers put a space before a first text."""
         ids: list[int] = self._prompts.encode(["", self._prompts.as_text(text)])[1].tolist()
         return ids
 
@@ -129,7 +129,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         return windows
 
     def _hidden_states(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Final hidden states of the memory tokens after each of these texts: (rows, slots, dim)."""
+        """Return the final hidden states of the memory tokens after each of these texts: (rows, slots, dim)."""
         embed, device = self.backbone.embeddings, self.backbone.device
         begin, memory = (part.to(embed.weight.dtype) for part in (self.begin, self.memory))
         with self.trunk() as trunk:
@@ -144,7 +144,7 @@ class MemoryTokensCompressor(TrunkCompressor):
 
 
 def _spread(tokens: int, slots: int) -> Tensor:
-    """Source tokens per slot, as even as possible: each slot saw them all, and only their sum matters."""
+    """Return source tokens per slot, as even as possible; each slot saw all tokens, so only the sum matters."""
     bounds = torch.arange(slots + 1) * tokens // slots
     return bounds.diff()
 

@@ -1,4 +1,4 @@
-"""Pooled hidden states of an encoder with weights of its own (Latent Context Language Models; xRAG)."""
+"""Pooled hidden states of an encoder with its own weights (Latent Context Language Models; xRAG)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ctx_compress_rag.text.tokenizing import text_ids
 
 
 class OwnEncoderConfig(OneRatioConfig):
-    """A frozen encoder with weights of its own, whose hidden states are pooled.
+    """The settings of a frozen encoder with its own weights, whose hidden states are pooled.
 
     Attributes:
-        encoder: the encoder: a hub id or a folder; None if the bundle has it in `encoder/`.
-        subfolder: where it is in there.
-        revision: its revision on the hub.
-        digest: SHA-256 of a folder's files; None on the hub, where the revision says the same.
-        dim: the width of its hidden states; given here so that reading stored slots needs no encoder.
-        pooling: what a slot is: the "mean" of the hidden states of `ratio` tokens, or the "last" one of a window.
-        bos: whether its BOS comes before each window.
-        eos: whether its end token comes after each window.
+        encoder: the encoder's hub id or folder; None if the bundle holds the encoder, in its folder `encoder/`.
+        subfolder: the encoder's place in that repository or folder.
+        revision: the encoder's revision on the hub.
+        digest: SHA-256 of the folder's files; None on the hub, where the revision says the same.
+        dim: the width of the encoder's hidden states, given here because reading stored slots loads no encoder.
+        pooling: what a slot is: the "mean" of the hidden states of `ratio` tokens, or a window's "last" one.
+        bos: whether the encoder's BOS stands before each window.
+        eos: whether the encoder's end token stands after each window.
         normed: whether slots are normalized before the reader's map.
-        decoder: how the decoder is adapted.
-        wrap: what the decoder reads around the slots.
+        decoder: how the decoder is trained.
+        wrap: the learned vectors that the decoder reads around the slots.
     """
 
     name: Literal["own_encoder"] = "own_encoder"
@@ -55,12 +55,12 @@ class OwnEncoderConfig(OneRatioConfig):
 
 
 class OwnEncoder:
-    """Loads an encoder and its tokenizer as the decoder was loaded: device, dtype and quantization.
+    """An encoder and its tokenizer, loaded on first use as the decoder was loaded: device, dtype and quantization.
 
     It is not an nn.Module, so that its weights are not saved with a bundle. Reading stored slots does not load it.
 
     Attributes:
-        folder: where the bundle lies, if it ships the encoder.
+        folder: the bundle's folder, if the bundle holds the encoder.
     """
 
     def __init__(self, config: OwnEncoderConfig, backbone: Backbone) -> None:
@@ -71,7 +71,7 @@ class OwnEncoder:
         self._lock = threading.Lock()
 
     def __call__(self) -> tuple[Any, Any]:
-        """The model and its tokenizer; raises a BundleError if they are missing or have changed."""
+        """Return the model and its tokenizer; raise a BundleError if they are missing or have changed."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._load()
@@ -79,7 +79,7 @@ class OwnEncoder:
 
     @property
     def place(self) -> Path | None:
-        """The encoder's folder, None on the hub; a BundleError if the bundle should ship it, but has no folder."""
+        """Return the encoder's folder, None on the hub; raise a BundleError if the bundle lacks a folder for it."""
         config = self.config
         if config.encoder is None:
             if self.folder is None:
@@ -117,10 +117,10 @@ class OwnEncoder:
 
 
 class OwnEncoderCompressor(Compressor):
-    """A causal encoder reads a passage window by window; a slot is the mean of some hidden states, or a window's last.
+    """A compressor with a causal encoder of its own. A slot is the mean of some hidden states, or a window's last one.
 
-    Windows and token counts are of the encoder's tokenizer. A mean of slots is not a slot of another ratio: the map
-    that reads them was trained for one.
+    Windows and token counts are measured in tokens of the encoder's tokenizer. Slots are not merged for a coarser
+    ratio, because the reader's map was trained for one ratio.
     """
 
     def __init__(self, backbone: Backbone, config: OwnEncoderConfig) -> None:
@@ -140,7 +140,7 @@ class OwnEncoderCompressor(Compressor):
             shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """Nothing here is trained, so slots carry no gradients."""
+        """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
         return dict.fromkeys(ratios, SlotBatch.of(self._encoded(passages, window, 8192), self.backbone.device))
 
     def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:

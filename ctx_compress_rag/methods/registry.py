@@ -1,4 +1,4 @@
-"""The methods by name: this package's folders, which register themselves, and methods of other packages.
+"""Find all methods: those of this package, which register themselves, and those of other packages.
 
 Another package declares the module that registers its methods as an entry point of the group
 `ctx_compress_rag.methods`, so that their recipes and bundles load without an import.

@@ -1,4 +1,4 @@
-"""One vector from a frozen sentence encoder per sentence or passage (ArcAligner, sections 3.1-3.2; xRAG)."""
+"""One vector of a frozen sentence encoder per sentence or passage (ArcAligner, sections 3.1-3.2; xRAG)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class SentenceUnits(MethodConfig):
-    """The sentence encoder, and the units of text that become its vectors (ArcAligner, sections 3.1 and 4.1).
+    """The settings of a sentence encoder, and the units of text that become slots (ArcAligner, sections 3.1 and 4.1).
 
     Attributes:
-        encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged one.
-        encoder_revision: a hub revision.
-        encoder_dim: the width of its vectors; given here so that reading stored slots needs no encoder.
+        encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged model.
+        encoder_revision: the encoder's revision on the hub.
+        encoder_dim: the width of the encoder's vectors, given here because reading stored slots loads no encoder.
         unit: what a slot stands for: a "sentence"; a "passage" (xRAG); or, with "tokens", as many neighboring
             sentences, or as much of one, as fit into `ratio` tokens. The ratio has no effect on the first two.
-        language: ISO 639-1 code for the sentence splitter.
+        language: ISO 639-1 code of the language, for the sentence splitter.
     """
 
     encoder: str = Field(default="sentence-transformers/all-MiniLM-L6-v2", min_length=1)
@@ -48,9 +48,9 @@ class SentenceUnits(MethodConfig):
 
 
 class SentenceSlotsConfig(SentenceUnits):
-    """Sentence vectors as slots (ArcAligner, sections 3.1-3.2); xRAG with one slot per passage.
+    """The settings of sentence vectors as slots (ArcAligner, sections 3.1-3.2), or of xRAG with one slot per passage.
 
-    The decoder is frozen, as in xRAG: only the projector is trained.
+    The decoder is frozen, as in xRAG, and only the projector is trained.
     """
 
     name: Literal["sentence_slots"] = "sentence_slots"
@@ -61,7 +61,7 @@ _CACHED_VECTORS = 16_384
 
 
 class SentenceEncoder:
-    """Turns texts into vectors; the arguments are those of `SentenceUnits`.
+    """A sentence encoder, loaded on first use. Its arguments are the settings in `SentenceUnits`.
 
     It is not an nn.Module, so that its weights are not saved with a bundle.
     """
@@ -78,14 +78,14 @@ class SentenceEncoder:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the encoder's weights, from the bundle if one was loaded, else from the model."""
+        """Return the SHA-256 of the encoder's weights, from the bundle if one was loaded, else from the model."""
         with self._lock:
             if self._digest is None:
                 self._digest = _weights_digest(self.model)
             return self._digest
 
     def expect(self, digest: bytes) -> None:
-        """Accept only an encoder with these weights, from its next use on."""
+        """From now on, accept only an encoder whose weights have this SHA-256."""
         with self._lock:
             if self._digest != digest:
                 self._digest, self._model = digest, None
@@ -93,7 +93,7 @@ class SentenceEncoder:
 
     @property
     def model(self) -> SentenceTransformer:
-        """The sentence-transformers model, loaded on first use.
+        """Return the sentence-transformers model, loaded on first use.
 
         Raises:
             MissingExtraError: the `sentences` extra is not installed.
@@ -128,7 +128,7 @@ class SentenceEncoder:
             raise BundleError(f"cannot load the sentence encoder {self.name!r}: {error}") from error
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:
-        """Encode texts, each distinct text once; the latest vectors are cached.
+        """Encode texts, each distinct text once, and cache the latest vectors.
 
         Shape: -> (texts, dim), float32, on the CPU
 
@@ -156,7 +156,7 @@ class SentenceEncoder:
 
 
 def _plain(tokenizer: Any, text: str) -> str:
-    """The text, with a space put into each control token that it spells: the encoder takes text, not token ids."""
+    """Put a space into each control token in the text, because the encoder takes text and not token ids."""
     return " ".join(text_parts(tokenizer, text)) if getattr(tokenizer, "is_fast", False) else text
 
 
@@ -172,19 +172,19 @@ _DIGEST = "encoder_digest"
 
 
 class SentenceSlotsCompressor(Compressor):
-    """The compressed context embeddings E of section 3.1; the reader projects them (eq. 1).
+    """A compressor that makes the embeddings E of section 3.1. The reader projects them (eq. 1).
 
     `config.unit` says what a slot stands for:
 
-    - "sentence": a sentence. The ratio is then nominal: it changes nothing.
-    - "passage": the whole passage, as in xRAG. The ratio is nominal too.
+    - "sentence": a sentence. The ratio has no effect.
+    - "passage": the whole passage, as in xRAG. The ratio has no effect.
     - "tokens": sentences merged or cut to at most `ratio` decoder tokens, for any ratio. The paper halves sentences or
       joins three (section 4.10).
 
-    A store's window is the most tokens that a unit of any kind may have: a longer passage or sentence
-    becomes several. The encoder cuts off text beyond its own longest input, so choose a window that fits.
+    A store's window is the most tokens that any unit may have. A longer passage or sentence becomes several units. The
+    encoder cuts off text beyond its own longest input, so choose a window that fits.
 
-    The vector of merged sentences is not the mean of their vectors: a coarser ratio needs the text again.
+    The vector of merged sentences is not the mean of their vectors, so a coarser ratio needs the text again.
     """
 
     def __init__(self, backbone: Backbone, config: SentenceUnits) -> None:
@@ -194,7 +194,7 @@ class SentenceSlotsCompressor(Compressor):
         self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        """Nothing here is trained, so slots carry no gradients."""
+        """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
         return {
             ratio: SlotBatch.of(self._encoded(passages, ratio, window, 32), self.backbone.device) for ratio in ratios
         }
@@ -217,14 +217,14 @@ class SentenceSlotsCompressor(Compressor):
         ]
 
     def saved_state(self) -> dict[str, Tensor]:
-        """The SHA-256 of the encoder's weights, one byte per entry, to identify the encoder without storing it.
+        """Return the SHA-256 of the encoder's weights, one byte per entry, to identify an encoder that is not stored.
 
-        As floats, because a bundle stores everything in half precision, which is exact for bytes.
+        The entries are floats, because a bundle stores everything in half precision, which is exact for bytes.
         """
         return {_DIGEST: torch.tensor(list(self.encoder.digest), dtype=torch.float32)}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """From now on, accept only the encoder that `saved_state` identifies."""
+        """From now on, accept only the encoder that `state` identifies; raise a BundleError if it has another form."""
         if state.keys() != {_DIGEST} or state[_DIGEST].shape != (32,):
             raise BundleError(
                 f"the compressor's weights do not fit its config: expected {_DIGEST}, got {sorted(state)}"

@@ -1,4 +1,4 @@
-"""RAM."""
+"""The method RAM (Read As Human)."""
 
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap

@@ -1,4 +1,4 @@
-"""RAM (Read As Human): which segments a question needs as text, and a vector for each of the others."""
+"""RAM (Read As Human): choose the segments that a question needs as text, and make a vector of each other segment."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TOKENS_PER_BATCH = 8192
 
 
 class RamCompressor(TrunkCompressor, TokenCompressor):
-    """One encoder reads each segment, and the question, separately (section 3.1), causally like the decoder.
+    """A compressor whose encoder reads each segment, and the question, separately and causally (section 3.1).
 
-    For each segment of a passage the store holds one slot, its representation r_i (eq. 1), which needs no
-    question. A question costs its own encoding: segments are chosen by the stored r_i, the chosen ones
-    stay text, and only the others are read again, to be pooled under the question's guidance.
+    For each segment of a passage the store holds one slot, its representation r_i (eq. 1), which needs no question. At
+    question time the question is encoded, and segments are chosen by the stored r_i. The chosen segments stay text.
+    Only the others are read again, to be pooled with weights from the question.
 
     L_org of eq. 3, "the token length of original input", counts the passages without the question, as in section 4.3.
     """
@@ -34,11 +34,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         self.config = config
 
     def merge_factor(self, ratio: int, stored: int) -> int:
-        """Refuse: the stored slots only serve to choose segments.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise a ConfigError, because the stored slots only serve to choose segments."""
         raise ConfigError(
             "a ram bundle reads passages question by question: give the question and a ratio to the postprocessor or "
             "to `mark`, in place of a token budget or `store.markers`"
@@ -56,21 +52,21 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         question: str | None,
         scope: str | None,
     ) -> list[str]:
-        """Render stored passages for the decoder: the segments that the question needs as text, the rest as markers.
+        """Return stored passages as text with markers: segments that the question needs are text, the rest markers.
 
         Segments are chosen over all passages together (eq. 3), by their stored representations, which are as exact as
-        the store's codec: only the question and the skimmed segments are encoded. A passage's parts keep their order
-        (eq. 6), neighboring skimmed segments share a marker, and kept segments are the passage's own text,
-        character for character. The decoder tokenizes that text with the prompt around it: if it begins or
-        ends within a word, the tokens at its edges may differ from those that were counted. The markers are for this
-        question and this store object: only its memory has their slots, and only the last 16,384.
+        the store's codec. Only the question and the skimmed segments (those not kept as text) are encoded. The parts of
+        a passage keep their order (eq. 6), neighboring skimmed segments share a marker, and kept segments are the
+        passage's own text, character for character. The decoder tokenizes this text together with the prompt around it,
+        so if it begins or ends within a word, the tokens at its edges may differ from those that were counted. The
+        markers are for this question and this store object, whose memory keeps their slots, but only the last 16,384.
 
-        `ratio` is the paper's alpha, how many times shorter all passages together become; by default the smallest that
-        the bundle was trained for.
+        `ratio` is the paper's alpha, the factor by which all passages together become shorter. None is the smallest
+        ratio that the bundle was trained for.
 
         Raises:
             ConfigError: there is no question, or it is longer than the model's window; or more segments are skimmed
-                than slots are kept.
+                than the store object can keep slots.
             FingerprintMismatchError: the tokenizer does not cut a passage as it did when the passage was stored.
         """
         question, question_ids = self._checked(question)
@@ -96,7 +92,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return with_holes(passages, layouts, iter(store.transient_markers(parts, scope)))
 
     def _checked(self, question: str | None) -> tuple[str, list[int]]:
-        """The question and its token ids, if the model can read it."""
+        """Return the question and its token ids; raise a ConfigError if the model cannot read the question."""
         window = self.backbone.window
         if not (question and question.strip()):
             raise ConfigError(
@@ -113,7 +109,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return question, ids
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """The slots to store: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
+        """Return the slots to store: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
 
         Raises:
             RatioError: another ratio is asked for.
@@ -131,7 +127,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return {size: SlotBatch(nn.utils.rnn.pad_sequence(list(rows), batch_first=True), counts)}
 
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Last hidden states of right-padded texts, each read separately.
+        """Return the last hidden states of right-padded texts, each read separately.
 
         Shape: (texts, length), (texts, length) -> (texts, length, dim)
         """
@@ -146,20 +142,22 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return hidden[:, first:].float()
 
     def choose(self, question: Tensor, segments: Tensor, counts: Tensor, reduction: int) -> list[bool]:
-        """Which segments stay text: the k (eq. 3) nearest to the question; of equals the earlier.
+        """Return for each segment whether it stays text, as the k nearest to the question do (eq. 3).
 
-        The paper writes eq. 2 as a softmax over dot products but calls it cosine; eq. 8, which trains the
-        choice, uses cosine, and so does this. A softmax keeps the order, so none is applied.
+        The paper writes eq. 2 as a softmax over dot products but calls it cosine. Eq. 8, which trains the choice, uses
+        cosine, and so does this method. A softmax keeps the order, so none is applied. Of equally near segments, the
+        earlier stays.
 
-        The paper cuts segments from one input, so k segments have k * `segment_tokens` tokens; only the last is
+        The paper cuts segments from one input, so that k segments have k * `segment_tokens` tokens and only the last is
         shorter. Here every passage may end in a short segment, so the nearest segments that together have at most
-        so many tokens are kept. For one passage these are its k nearest; of short passages, more than k stay.
+        k * `segment_tokens` tokens are kept. For one passage these are its k nearest; of short passages, more than k
+        stay.
 
         Args:
             question: r_q (dim,).
             segments: r_i of all segments in the prompt (segments, dim).
-            counts: tokens of each segment (segments,), int64; their sum is L_org.
-            reduction: the paper's alpha, how many times shorter the context becomes.
+            counts: tokens of each segment (segments,), int64. Their sum is L_org.
+            reduction: the paper's alpha, the factor by which the context becomes shorter.
         """
         size = self.config.segment_tokens
         k = int(counts.sum()) // (reduction * size) if self.config.close_reading else 0
@@ -170,7 +168,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return chosen
 
     def condense(self, hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
-        """Vectors of skimmed segments: c_i (eq. 4), or what the ablations of section 4.5 use instead.
+        """Return a vector for each skimmed segment: c_i (eq. 4), or what the ablations of section 4.5 use in its place.
 
         Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim), (0, dim) without skimming
         """
@@ -182,13 +180,17 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
 
     @torch.inference_mode()
     def question(self, ids: Sequence[int]) -> Tensor:
-        """r_q of a question's token ids: (dim,)."""
+        """Return r_q, the representation of a question with these token ids: (dim,)."""
         input_ids, mask = padded([ids], self.backbone.device)
         return segment_means(self.read(input_ids, mask), mask)[0]
 
     @torch.inference_mode()
     def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
-        """Read the token ids of segments and `condense` them for a question r_q (dim,); on the CPU."""
+        """Read segments, given as token ids, and return a vector of each (`condense`), (segments, dim), on the CPU.
+
+        `question` is r_q (dim,). A forward pass has at most `batch_tokens` tokens. Without skimming the result is (0,
+        dim).
+        """
         done = [torch.zeros(0, self.dim)]
         rows = max(1, batch_tokens // self.config.segment_tokens)
         for start in range(0, len(segments) if self.config.skimming != "none" else 0, rows):
@@ -198,7 +200,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
 
 
 def segment_means(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """Mean of each text's hidden states, without padding (eq. 1).
+    """Return the mean of each text's hidden states, without padding (eq. 1).
 
     Shape: (texts, length, dim), (texts, length) -> (texts, dim)
     """
@@ -207,7 +209,7 @@ def segment_means(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def relevance(question: Tensor, segments: Tensor) -> Tensor:
-    """Cosine of the question and each segment (eq. 8; see `RamCompressor.choose` on eq. 2).
+    """Return the cosine of the question and each segment (eq. 8; see `RamCompressor.choose` on eq. 2).
 
     Shape: (dim,), (segments, dim) -> (segments,)
     """
@@ -215,7 +217,7 @@ def relevance(question: Tensor, segments: Tensor) -> Tensor:
 
 
 def skimmed(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
-    """Query-guided pooling: hidden states weighted by the softmax of their cosine with the question (eq. 4).
+    """Return the sum of each segment's hidden states, weighted by the softmax of their cosine with r_q (eq. 4).
 
     Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim)
     """
@@ -226,7 +228,7 @@ def skimmed(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
 def _representations(
     store: PassageStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
 ) -> Tensor:
-    """The stored r_i of all segments: (segments, dim)."""
+    """Return the stored r_i of all segments: (segments, dim)."""
     stored = store.get(ids, scope, [passage.text for passage in passages])
     for id, soft, passage in zip(ids, stored, passages, strict=True):
         if soft is None or soft.token_counts.tolist() != passage.token_counts:

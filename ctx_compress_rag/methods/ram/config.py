@@ -1,4 +1,4 @@
-"""Settings of RAM."""
+"""The settings of RAM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 
 
 class RamConfig(MethodConfig):
-    """RAM (Read As Human): close reading of the segments a question needs, skimming of the rest.
+    """The settings of RAM (Read As Human): the segments that a question needs stay text, and the rest is skimmed.
 
-    The paper names no adapters; we read it as training encoder and decoder fully. `close_reading: false` skims every
-    segment. `skimming` pools a skimmed segment with weights from the question ("query"), as a plain "average", or
-    drops it ("none"). These switches are the ablations of section 4.5.
+    The paper names no adapters; we read this as training encoder and decoder fully. `close_reading: false` skims every
+    segment. `skimming` pools a skimmed segment with weights from the question ("query"), as a plain "average", or drops
+    it ("none"). These switches are the ablations of section 4.5.
     """
 
     name: Literal["ram"] = "ram"
@@ -33,10 +33,10 @@ class RamConfig(MethodConfig):
         return self
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """Each segment is stored as one vector; ratios say how many times shorter a prompt's context becomes.
+        """Check the ratios. `ratios` say how many times shorter a prompt's context becomes, and a segment is one slot.
 
         Raises:
-            RatioError: one of these is below 2, or `base_ratio` is not `segment_tokens`.
+            RatioError: one of `ratios` is below 2, or `base_ratio` is not `segment_tokens`.
         """
         if base_ratio != self.segment_tokens:
             raise RatioError(

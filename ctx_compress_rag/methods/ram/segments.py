@@ -23,7 +23,7 @@ _SPACED_LETTER = rf"[^\W{_UNSPACED}]"
 
 @dataclass(frozen=True)
 class Run:
-    """Neighboring segments, `start` to `end` (exclusive), that are all `kept` as text or all skimmed."""
+    """Neighboring segments, from `start` to `end` (exclusive), that are all `kept` as text or all skimmed."""
 
     kept: bool
     start: int
@@ -32,12 +32,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """A passage in segments of equal length in tokens, except perhaps the last; none spans two passages.
+    """A passage cut into segments of equal length in tokens, except perhaps the last; no segment spans two passages.
 
     Attributes:
         text: the passage.
-        ids: each segment's token ids.
-        bounds: where each segment's text begins in `text`, and where the last one ends.
+        ids: the token ids of each segment.
+        bounds: where the text of each segment begins in `text`, and where the last one ends.
     """
 
     text: str
@@ -48,8 +48,8 @@ class Segments:
     def of(cls, tokenizer: Any, text: str, size: int) -> Segments:
         """Cut a passage into segments of `size` tokens.
 
-        The cuts are always the same, counted from the passage's first token, as when it is stored. The decoder's
-        tokenizer must be a fast one, because offsets are needed.
+        The cuts are counted from the first token of the passage, so that they are the same as when it was stored. The
+        decoder's tokenizer must be a fast one, because offsets are needed.
         """
         tokens = text_tokens(tokenizer, text)
         ids = tokens.ids
@@ -74,14 +74,14 @@ class Segments:
         return self.text[slice(*self.span(run))]
 
     def holding(self, answers: Sequence[str]) -> list[bool]:
-        """Which segments hold an answer or a part of it, matched as whole words in upper or lower case.
+        """Return for each segment whether it holds an answer or a part of one, as whole words, in upper or lower case.
 
         In scripts without spaces between words, such as Chinese and Japanese, a match may be anywhere.
         """
         return self._matching(_whole_words(answer.strip()) for answer in answers if answer.strip())
 
     def quoted(self, parts: Sequence[str]) -> list[bool]:
-        """Which segments hold one of these quotations or a part of it, matched exactly."""
+        """Return for each segment whether it holds one of these quotations or a part of one, matched exactly."""
         return self._matching(re.escape(part) for part in parts)
 
     def _matching(self, patterns: Iterable[str]) -> list[bool]:
@@ -90,7 +90,7 @@ class Segments:
 
 
 def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]]:
-    """The runs of each passage of a prompt, in order (eq. 6); `kept` says which of all their segments stay text."""
+    """Return the runs of each passage of a prompt, in order (eq. 6); `kept` says for all segments which stay text."""
     done: list[list[Run]] = []
     start = 0
     for passage in passages:
@@ -102,7 +102,7 @@ def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]
 
 
 def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Run]]) -> list[SoftContext]:
-    """Each skimmed run's slots, in order; all are empty if skimmed segments are dropped.
+    """Return the slots of each skimmed run, in order. They are all empty if skimmed segments are dropped.
 
     Shape: (skimmed segments, dim) or (0, dim), source tokens of each (skimmed segments,)
     """
@@ -112,7 +112,7 @@ def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Ru
 
 
 def with_holes(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], holes: Iterator[str]) -> list[str]:
-    """Each passage as a prompt shows it: kept runs as text, and the next of `holes` for each skimmed run."""
+    """Return each passage as a prompt shows it: kept runs as text, and the next of `holes` for each skimmed run."""
     return [
         "".join(passage.text_of(run) if run.kept else next(holes) for run in runs)
         for passage, runs in zip(passages, layouts, strict=True)
@@ -120,7 +120,7 @@ def with_holes(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], h
 
 
 def _whole_words(answer: str) -> str:
-    """A pattern that finds the answer, but not inside a word."""
+    """Return a pattern that finds the answer, but not inside a word."""
     before, after = (re.match(rf"[{_UNSPACED}]", edge) is None for edge in (answer[0], answer[-1]))
     found = rf"(?<!{_SPACED_LETTER}){re.escape(answer)}" if before else re.escape(answer)
     return rf"(?i){found}(?!{_SPACED_LETTER})" if after else f"(?i){found}"
