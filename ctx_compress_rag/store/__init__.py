@@ -1,4 +1,4 @@
-"""Where soft contexts are kept: a Chroma collection beside the app's own, and the payload codecs."""
+"""The store of soft contexts, in a Chroma collection beside the app's own."""
 
 from ctx_compress_rag.store.passage import AddReport, Compresses, Passage, StoredPassage, StoreInfo, SyncReport
 from ctx_compress_rag.store.store import SoftContextStore

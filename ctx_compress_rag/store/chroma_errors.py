@@ -1,4 +1,4 @@
-"""Exceptions of Chroma and its HTTP client as StoreErrors with a remedy, and what a disk lacks."""
+"""Turn exceptions of Chroma and its HTTP client into StoreErrors with a remedy, and find faults of the disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def explained(where: str, folder: Path | None = None, *, writing: bool = False) -> Iterator[None]:
-    """Turn exceptions of Chroma and its HTTP client into a StoreError with a remedy; a refused write has its own."""
+    """Turn exceptions of Chroma or its HTTP client in the block into a StoreError (StoreWriteError) with a remedy."""
     try:
         yield
     except (CtxCompressError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -51,13 +51,13 @@ def explained(where: str, folder: Path | None = None, *, writing: bool = False) 
 
 
 def lacks_room(folder: Path) -> str | None:
-    """An explanation if less than 32 MiB of the folder's disk are free, else None."""
+    """Return an explanation if less than 32 MiB of the folder's disk are free, else None."""
     free = shutil.disk_usage(folder).free
     return f"its disk has {free:,} bytes left" if free < _ROOM else None
 
 
 def disk_fault(folder: Path) -> str | None:
-    """Why nothing can be written to the folder; None if it can."""
+    """Return why nothing can be written to the folder, or None if writing is possible."""
     try:
         if fault := lacks_room(folder):
             return fault

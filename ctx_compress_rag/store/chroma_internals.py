@@ -1,4 +1,4 @@
-"""What this library needs of chromadb beyond its public API, in one place (chromadb<2)."""
+"""All uses of chromadb beyond its public API (chromadb<2)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _forked = False
 
 
 def has_database(folder: Path) -> bool:
-    """Whether Chroma has ever written to the folder; opening an engine to find out would write to it."""
+    """Whether Chroma has ever written to the folder. Finds out without an engine, because opening one would write."""
     return os.path.exists(folder / _DATABASE)  # Path.exists raises if this user may not look there
 
 
 def open_engine(folder: Path, tenant: str, database: str) -> Client:
-    """An engine of its own on a folder; raises whatever Chroma raises."""
+    """Open a new Chroma engine on a folder, which no other client shares. Raise whatever Chroma raises."""
     global _opened
     _opened = True
     # Chroma shares an engine among clients that spell a path the same way: a spelling that nobody uses gives an engine
@@ -41,20 +41,20 @@ def open_engine(folder: Path, tenant: str, database: str) -> Client:
 
 
 def settings_of(opened: ClientAPI | chromadb.Collection) -> Settings:
-    """The settings of a client, or of a collection's."""
+    """Return the settings of a client, or of a collection's client."""
     return opened._client._system.settings if isinstance(opened, chromadb.Collection) else opened.get_settings()
 
 
 def client_of(collection: chromadb.Collection) -> ClientAPI:
-    """The client of a collection, which refers only to the server part of it."""
+    """Return a client with a collection's connection, tenant and database; the collection has no client itself."""
     return Client.from_system(collection._client._system, tenant=collection.tenant, database=collection.database)
 
 
 def check_not_forked() -> None:
-    """Raise StoreError in the child of a process that had opened an embedded Chroma before it forked.
+    """Raise StoreError in a child process whose parent had opened an embedded Chroma before it forked.
 
-    Chroma's threads are not in the child, but what they had locked stays locked: a new engine hangs there, even if the
-    parent's was closed.
+    Chroma's threads do not exist in the child, but the locks that they held stay locked there. So a new engine hangs in
+    the child, even if the parent's engine was closed.
     """
     if _forked:
         raise StoreError(

@@ -1,4 +1,4 @@
-"""A Chroma collection: whatever Chroma raises or answers becomes what was asked for, or a StoreError."""
+"""A Chroma collection, with Chroma's answers checked and its errors turned into StoreErrors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PAGE = 250
 
 
 def pages(values: Sequence[T], size: int = PAGE) -> Iterator[Sequence[T]]:
-    """The values in order, `size` at a time."""
+    """Yield the values in order, `size` at a time."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
 
 
 def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
-    """The values in order, at most `PAGE` at a time, with sizes of at most `limit` together; a larger one alone."""
+    """Yield the values in order, at most `PAGE` at a time, of a total size up to `limit` (or one larger value)."""
     batch: dict[str, T] = {}
     total = 0
     for key, value in values.items():
@@ -50,9 +50,9 @@ def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> It
 
 
 class Collection:
-    """The records of a collection, which is created at the first write: reading alone creates nothing. Thread-safe.
+    """The records of a Chroma collection, which the first write creates. Thread-safe.
 
-    `configuration` and `metadata` are those of a new one; `SoftContextStore` has the timeouts.
+    `configuration` and `metadata` are for a new collection. `SoftContextStore` describes the timeouts and errors.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Collection:
         self._known: tuple[ClientAPI, chromadb.Collection] | None = None
 
     def check(self, metadata: Row) -> None:
-        """Raise an error unless the metadata are those of a collection of this kind."""
+        """Raise StoreError if the metadata are not those of this kind of collection. Subclasses implement the check."""
 
     @shielded
     def metadata(self) -> Row:
-        """The collection's metadata; none before the first write."""
+        """Return the collection's metadata, empty before the first write."""
         with self._reading() as found:
             return {} if found is None else dict(found.metadata or {})
 
     @shielded
     def interrupted(self) -> bool:
-        """Whether a process was killed while it wrote to the folder, so that records may be in no search result."""
+        """Whether a process was killed while it wrote to the folder, so that a search may miss records."""
         with self._reading():
             return self.place.interrupted()
 
@@ -97,15 +97,15 @@ class Collection:
         return [id for (id,) in self._get_paged(ids)]
 
     def rows(self, ids: Sequence[str]) -> dict[str, Row]:
-        """The metadata of those of the ids that have a record."""
+        """Return the metadata of those ids that have a record, by id."""
         return dict(self._get_paged(ids, "metadatas"))
 
     def texts(self, ids: Sequence[str]) -> dict[str, tuple[str | None, Row]]:
-        """Document and metadata of those of the ids that have a record."""
+        """Return the document and the metadata of those ids that have a record, by id."""
         return {id: (text, row) for id, text, row in self._get_paged(ids, "documents", "metadatas")}
 
     def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
-        """The ids whose record has the value given for it in a field; no other record may have it."""
+        """Return those ids (keys of `values`) whose record has in `field` the given value, which only it may have."""
         matching: set[str] = set()
         for ids in pages(list(values)):
             # Chroma takes six times as long if it is given the ids, too.
@@ -115,7 +115,7 @@ class Collection:
         return matching
 
     def rows_with(self, field: str, values: Sequence[str]) -> dict[str, Row]:
-        """The metadata, by id, of records that have one of the values in a field."""
+        """Return the metadata, by id, of all records that have one of `values` in `field`."""
         rows: dict[str, Row] = {}
         for part in pages(list(dict.fromkeys(values))):
             rows |= dict(self._get("metadatas", where={field: {"$in": list(part)}}))
@@ -125,7 +125,7 @@ class Collection:
 
     @shielded
     def query(self, vectors: Any, k: int) -> list[list[Found]]:
-        """For each vector, at most `k` records (id, document, metadata, distance), the nearest first."""
+        """Return, for each vector, at most `k` records (id, document, metadata, distance), the nearest first."""
         columns = ["documents", "metadatas", "distances"]
         with self._reading() as records:
             if records is None:
@@ -139,7 +139,7 @@ class Collection:
 
     @shielded
     def unsearchable(self) -> list[str]:
-        """The ids of stored records that no search finds, as a process may leave them if it is killed."""
+        """Return the ids of stored records that no search finds, because a process was killed while it wrote them."""
         ids = self.ids()
         with self._reading() as found:
             if found is None or not ids:
@@ -152,7 +152,7 @@ class Collection:
 
     @shielded
     def upsert(self, ids: Sequence[str], embeddings: Any, rows: Sequence[Row], texts: Any = None) -> None:
-        """Write whole records, at most `PAGE`; they are durable when this returns."""
+        """Write whole records, at most `PAGE`. They are stored durably when this returns."""
         with self._writing() as collection:
             collection.upsert(ids=list(ids), embeddings=embeddings, metadatas=list(rows), documents=texts)
 
@@ -164,7 +164,7 @@ class Collection:
 
     @shielded
     def check_writable(self) -> None:
-        """Raise StoreError if the next write would be refused."""
+        """Raise StoreError if a write would be refused now."""
         self._check_open()
         self.place.check_writable(self._lock_timeout)
 
@@ -217,7 +217,7 @@ class Collection:
 
     @shielded
     def _get(self, *columns: str, ids: list[str] | None = None, where: Any = None) -> list[tuple[Any, ...]]:
-        """Id and columns of the records asked for, of those that `where` selects, or of all."""
+        """Return the id and the columns of the records with `ids`, of those that `where` selects, or of all."""
         with self._reading() as records:
             if records is None:
                 return []
@@ -260,7 +260,7 @@ class Collection:
 
 
 class AppCollection(Collection):
-    """A collection of the app's own, read with the app's own client."""
+    """A collection of the app, read with the app's own client."""
 
     def __init__(self, collection: chromadb.Collection) -> None:
         super().__init__(connect(collection), collection.name)

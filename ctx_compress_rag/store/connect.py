@@ -1,4 +1,4 @@
-"""The place that a path, a Chroma client or a collection stands for."""
+"""Find the place of a store, and the name of its collection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _NAME = re.compile(rf"[a-zA-Z0-9][a-zA-Z0-9._-]{{1,{_LONGEST - 2}}}[a-zA-Z0-9]")
 
 
 def connect(location: Location | Place) -> Place:
-    """The place of a location; a client of a folder is not used itself."""
+    """Return the place that a path, a Chroma client or a collection stands for; of a folder's client, the folder.
+
+    Raises ConfigError for anything else, such as an asynchronous client, and StoreError for a path to a file.
+    """
     if isinstance(location, Place):
         return location
     if isinstance(location, ClientAPI | chromadb.Collection):
@@ -40,7 +43,7 @@ def connect(location: Location | Place) -> Place:
 
 
 def companion(location: object, collection: str) -> str:
-    """The name of the collection of soft contexts beside the app's, which is named or is the location itself."""
+    """Return the name of the collection of soft contexts beside the app's, `location` itself or named `collection`."""
     if isinstance(location, chromadb.Collection):
         check_apps_own(location)
         collection = location.name
@@ -53,13 +56,13 @@ def companion(location: object, collection: str) -> str:
 
 
 def check_apps_own(collection: chromadb.Collection) -> None:
-    """Raise ConfigError for a collection of soft contexts."""
+    """Raise ConfigError if a collection holds soft contexts, so that it is not the app's own."""
     if "ctx_format" in (collection.metadata or {}):
         raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
 
 
 def check_name(folder: str) -> None:
-    """Refuse a folder that Chroma cannot open; raises StoreError."""
+    """Raise StoreError for a folder whose name is not UTF-8, because Chroma cannot open it."""
     try:
         folder.encode()
     except UnicodeEncodeError:

@@ -17,9 +17,9 @@ _process_key = secrets.token_bytes(32)
 
 
 class StoreKey:
-    """A store's key (see docs/store.md), looked up when first needed: opening a store must not create a key file.
+    """A store's key (see docs/store.md), looked up when first needed, because opening must not create a key file.
 
-    If a store on a server has none, it is refused here, not at the first marker.
+    A store on a server that has no key raises StoreError here, not at the first marker.
     """
 
     def __init__(self, key: bytes | None, place: Place) -> None:
@@ -34,7 +34,7 @@ class StoreKey:
         return Signer(self._key, fingerprint)
 
     def keep(self) -> None:
-        """Before a write: put the key file back if it is gone, as other processes need it to read what is written."""
+        """Put back a missing key file before a write, as readers need it. Raise StoreError if the key changed."""
         if self._file is not None and self._key is not None and key_from_file(self._file, self._key) != self._key:
             raise StoreError(
                 f"the marker key {self._file} is not the one that this store was opened with: open the store again"
@@ -62,7 +62,10 @@ class StoreKey:
 
 
 def key_from_file(path: Path, new: bytes | None = None) -> bytes:
-    """The key in a file, which is created if missing (`new`, or a random one), the same for all who do so at once."""
+    """Return the key in a file. Raise StoreError if the file is damaged, or not of this user alone.
+
+    A missing file is made with `new` or a random key, and processes that make it at the same time get the same key.
+    """
     try:
         if not path.exists():
             _create(path, new or secrets.token_bytes(32))

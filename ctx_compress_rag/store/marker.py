@@ -1,17 +1,17 @@
-"""Markers: the text that stands for a stored soft context inside a prompt.
+"""Write, sign and read markers, the texts that stand for stored passages in a prompt.
 
     [[ctx:<20 letters a-p>.<slots>.<16 letters a-p>]]
           passage, factor          signature
 
 The first 17 letters name the passage: HMAC(key, fingerprint, text), so the same text has the same
 marker in every process. The next 3 say how many base slots are merged into one, because a number of
-slots alone does not determine where the windows begin. The signature is HMAC(key, scope, id, slots): a marker
-that a user or a document wrote, that was altered, or that belongs to another tenant's scope is not
+slots alone does not determine where the windows begin. The signature is HMAC(key, scope, id, slots), so that
+a marker that a user or a document wrote, that was altered, or that belongs to another tenant's scope is not
 accepted and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
 
-A marker of the same form may stand for slots that are not stored, even for none. Its letters are never those of a
-stored passage.
+A marker of the same form may stand for slots that are only in memory, or for no slots (`Signer.transient`). Its letters
+are never those of a stored passage.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
 
 def check_scope(name: str) -> str:
-    """Return the scope; ConfigError if it is blank or not a str."""
+    """Return the scope. Raise ConfigError if it is blank or not a str."""
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"scope={name!r}: give the tenant's or user's id as a str that is not blank")
     return name
 
 
 def check_on_unreadable(policy: str) -> None:
-    """Raise ConfigError unless it is one of `OnUnreadable`."""
+    """Raise ConfigError if `policy` is not one of `OnUnreadable`."""
     if policy not in get_args(OnUnreadable):
         raise ConfigError(f"on_unreadable={policy!r}: choose one of {', '.join(get_args(OnUnreadable))}")
 
 
 def escaped_markers(text: str) -> str:
-    """The text with the colon of each marker removed, so that none can be read as a marker.
+    """Return the text with the colon of each marker removed, so that nothing in it can be read as a marker.
 
-    Removing a bracket would not be enough: the text or the prompt's template may have another one before the marker.
+    Removing a bracket is not enough, because the text or the prompt's template may have another one before the marker.
     """
     return _MARKER.sub(lambda match: match[0].replace(":", ""), text)
 
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Markers written and read inside the `with` block belong to this tenant or user.
+    """Let markers that are written and read inside the `with` block belong to the tenant or user `name`.
 
-    Held in a context variable, which asyncio tasks and `asyncio.to_thread` inherit, but plain threads do not.
+    The scope is in a context variable, which asyncio tasks and `asyncio.to_thread` inherit, but plain threads do not.
     """
     token = _scope.set(check_scope(name))
     try:
@@ -81,13 +81,13 @@ def scope(name: str) -> Iterator[None]:
 
 
 def current_scope() -> str | None:
-    """The scope of the innermost `with scope(...)`; None outside any."""
+    """Return the scope of the innermost `with scope(...)` block, or None outside of such blocks."""
     return _scope.get()
 
 
 @dataclass(frozen=True)
 class Marker:
-    """A marker with a valid signature."""
+    """A marker with a valid signature, as `Signer.split` finds it in a text."""
 
     id: str  # its 20 letters
     slots: int  # how many places it takes in the prompt
@@ -96,21 +96,21 @@ class Marker:
 
     @property
     def passage(self) -> str:
-        """The letters that name what it stands for, at every ratio."""
+        """The letters that name the marker's passage, the same at every ratio."""
         return self.id[:_PASSAGE_LETTERS]
 
     @property
     def factor(self) -> int:
-        """How many neighboring base slots are merged into one."""
+        """Number of neighboring slots, at the store's base ratio, that are merged into one."""
         return int(self.id[_PASSAGE_LETTERS:].translate(_LETTERS_TO_HEX), 16) + 1
 
 
 class Signer:
-    """Writes and reads markers with one secret key.
+    """Writes and reads markers, and signs records, with one secret key.
 
     Args:
-        key: at least 16 bytes that only the application knows.
-        fingerprint: the bundle's; a passage has another name with another bundle.
+        key: at least 16 bytes that only the application knows; ConfigError for anything else.
+        fingerprint: the bundle's fingerprint, on which the letters that name a passage depend.
     """
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
@@ -122,17 +122,17 @@ class Signer:
         self.fingerprint = fingerprint
 
     def passage(self, text: str) -> str:
-        """The 17 letters that name a passage of this text."""
+        """Return the 17 letters that name a passage with this text."""
         return self._letters(_PASSAGE_LETTERS, "passage", self.fingerprint, text)
 
     def transient(self, *fields: str) -> str:
-        """The 17 letters that name slots that are not stored; `fields` identify them."""
+        """Return the 17 letters that name slots that are not stored. `fields` tell these slots from others."""
         return self._letters(_PASSAGE_LETTERS, "transient", self.fingerprint, *fields)
 
     def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
-        """The marker of a passage (as `passage` or `transient` names it) with `factor` base slots merged into one.
+        """Return the marker of a passage (its 17 letters) with `slots` slots, each merged from `factor` stored ones.
 
-        A RatioError refuses a factor beyond 4096.
+        Raises RatioError for a factor below 1 or above 4096.
         """
         if not 1 <= factor <= MAX_FACTOR:
             raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")
@@ -140,14 +140,14 @@ class Signer:
         return f"[[ctx:{id}.{slots}.{self._signature(scope, id, str(slots))}]]"
 
     def sign(self, *fields: str) -> str:
-        """32 letters that nobody without the key can make for these fields, such as those of a stored record."""
+        """Return 32 letters that nobody without the key can make for these fields, such as those of a stored record."""
         return self._letters(_RECORD_SIGNATURE_LETTERS, "record", self.fingerprint, *fields)
 
     def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
-        """Text parts and this scope's markers, in order; joined, they are the text, and no part is empty.
+        """Return text parts and this scope's markers, in order. Joined, they are the text, and no part is empty.
 
-        A marker with a bad signature stays in its text part or raises, as `on_unreadable` says. A truncated marker
-        (some tools shorten prompts) stays in its part. There is one warning for all of them.
+        A marker with a bad signature stays text or raises an error, as `on_unreadable` says. A truncated marker
+        (some tools shorten prompts) stays text. One warning is logged for all markers that stay text.
 
         Raises:
             UnreadableMarkerError: a marker has a bad signature, and on_unreadable is "error".

@@ -1,4 +1,4 @@
-"""What goes into a store and comes out of it, apart from vectors."""
+"""The passages that go into a store and come out of it, and the store's reports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Config(Protocol):
 
 
 class Compresses(Protocol):
-    """What a store needs of a bundle."""
+    """The part of a bundle that a store uses."""
 
     @property
     def config(self) -> _Config: ...
@@ -57,7 +57,7 @@ class Compresses(Protocol):
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of source text. If it has no id, a hash of its text is its id.
+    """A piece of source text. If `id` is None, the store takes a hash of the text as its id.
 
     ```python
     Passage("The harbor was built by Oda Brink.", id="harbor", metadata={"source": "history.txt", "page": 3})
@@ -75,9 +75,9 @@ class Passage:
 
 @dataclass(frozen=True)
 class StoredPassage:
-    """A passage as the store keeps it: slots at the base ratio, and the source tokens they stand for.
+    """A passage in the store, with the numbers of its slots (at the base ratio) and of its source tokens.
 
-    `sentences` are its sentences' vectors, see `store.sentences`; "" if the bundle shows none.
+    `sentences` holds the vectors of its sentences (see `store.sentences`), or "" if none are stored.
     """
 
     id: str
@@ -90,7 +90,7 @@ class StoredPassage:
 
 @dataclass(frozen=True)
 class AddReport:
-    """How many passages `add` found new, changed (text or metadata) and unchanged."""
+    """The numbers of passages that `add` found new, changed (text or metadata) and unchanged."""
 
     added: int
     updated: int
@@ -99,17 +99,17 @@ class AddReport:
 
 @dataclass(frozen=True)
 class SyncReport(AddReport):
-    """An AddReport, with how many passages `sync` deleted."""
+    """An AddReport with the number of passages that `sync` deleted."""
 
     deleted: int
 
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """What is in a store.
+    """The contents and the size of a store, with all its scopes.
 
-    `payload_bytes` is the size of the encoded slots, before encoding as text. `disk_bytes` is the size of the whole
-    folder; it and `payload_share` (payload over disk) are None for a store without a folder.
+    `payload_bytes` is the size of the encoded slots before base64. `disk_bytes` is the size of the whole folder.
+    `disk_bytes` and `payload_share` (`payload_bytes` over `disk_bytes`) are None for a store without a folder.
     """
 
     location: str
@@ -130,18 +130,19 @@ class StoreInfo:
 
 
 def content_id(text: str) -> str:
-    """The id of a passage that was given without one: a hash of its text."""
+    """Return the id of a passage that is given without one, a hash (32 hex digits) of its text."""
     return hashlib.sha256(_utf8(text, "a passage")).hexdigest()[:32]
 
 
 def to_passage(document: object, id: str | None, place: int) -> Passage:
-    """A string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
+    """Return a string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
 
-    `id` takes precedence over the document's own, of which "" means none; messages name `place`, the document's index.
-    Metadata keep only scalars that JSON can hold, also NumPy's: nested values and NaN stay in the app's own collection.
+    The id is `id`, else the document's own, else a hash of the text. Messages name `place`, the document's index.
+    Metadata keep only scalars that JSON can hold, also NumPy's. Nested values and NaN stay in the app's own collection.
 
     Raises:
-        ConfigError: it is none of these, its text is blank, too long or not a str, or its id or metadata are not valid.
+        ConfigError: the document is none of these, its text is blank, too long or not a str, or its id or metadata are
+            not valid.
     """
     node: Any = getattr(document, "node", document)
     own: object = None
@@ -185,9 +186,9 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
 def listed_passages(
     documents: Iterable[object] | chromadb.Collection, ids: Iterable[str] | None = None
 ) -> list[Passage]:
-    """A passage with an id for each document (see `to_passage`), or for each record of a Chroma collection.
+    """Return a passage with an id for each document (see `to_passage`), or for each record of a Chroma collection.
 
-    All are checked before any is written; ConfigError also if the numbers of ids and documents differ.
+    Raises ConfigError if one of them is not valid, or if the numbers of ids and documents differ.
     """
     if isinstance(documents, chromadb.Collection):
         documents = passages_in(documents)
@@ -204,9 +205,9 @@ def listed_passages(
 
 
 def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:
-    """Passages by id, in order; ConfigError if an id is given twice.
+    """Return passages by id, in order. Raise ConfigError if an id is given twice.
 
-    With `repeats`, it may come twice with the same text, as from a retriever. Equal texts without an id share one.
+    With `repeats`, an id may come twice with the same text, as from a retriever. A text's hash as its id always may.
     """
     passages: dict[str, Passage] = {}
     for passage in listed:
@@ -221,7 +222,7 @@ def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Pas
 
 
 def checked_ids(ids: Iterable[str]) -> list[str]:
-    """The ids as a list; ConfigError if they are none, or one is not a str of valid Unicode."""
+    """Return the ids as a list. Raise ConfigError if `ids` is not a list, or an id is not a str of valid Unicode."""
     listed = as_list("ids", ids)
     for id in listed:
         if not isinstance(id, str):
@@ -231,9 +232,9 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
 
 
 def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
-    """The passages of a collection, read page by page; records without a text, or with a blank one, are skipped.
+    """Yield the passages of the app's collection, read page by page, without records whose text is missing or blank.
 
-    Records that the app's search cannot find are passages, too: a warning names them.
+    Records that the app's search cannot find are included, with a warning. Raises ConfigError for anything else.
     """
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
@@ -255,7 +256,7 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
 
 
 def passage_batches(passages: Mapping[str, Passage]) -> Iterator[dict[str, Passage]]:
-    """Passages in order, in batches to compress and write together."""
+    """Yield passages in order, in batches to compress and write together."""
     return batches(passages, lambda passage: len(passage.text), _BATCH_CHARACTERS)
 
 

@@ -1,11 +1,11 @@
-"""Where a store is: a Chroma server or memory, or a folder that several processes use.
+"""The place of a store, which is a Chroma server, memory, or a folder that several processes use.
 
-In a folder, one engine is at work at a time, of all processes and threads: each read or write holds the folder's locks,
-for milliseconds. Chroma needs that: with two writers, records were lost; it writes even when it reads; and an engine
-keeps part of the index in memory, which it may write over what others wrote since it was opened. Therefore each write
-opens a new engine and leaves a new generation number, and whoever finds a new number reopens its engine. The operating
-system releases the locks of a process that dies, however it dies; what follows the number says that a write was
-not finished.
+In a folder, only one Chroma engine of all processes and threads works at a time, because each read or write holds the
+folder's locks, for milliseconds. Without that, two writers lost records. Chroma writes even when it reads, and an
+engine keeps part of the index in memory, which it may write over what others wrote after it was opened. Therefore each
+write opens a new engine and leaves a new generation number, and a process that finds a new number reopens its engine.
+The operating system releases the locks of a process that dies, however it dies. The byte after the number says whether
+a write was not finished.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _POLL = 0.002
 
 
 class Place(ABC):
-    """Where collections are. Its context managers belong in `shielded` calls."""
+    """The place of Chroma collections. Use its context managers only within `shielded` calls."""
 
     where: str  # the address, for messages
     remote = False  # whether it is on a server, so that other machines may use it, too
@@ -56,34 +56,37 @@ class Place(ABC):
 
     @abstractmethod
     def reading(self, timeout: float) -> AbstractContextManager[ClientAPI | None]:
-        """A client to read with; None if nothing was ever written.
+        """Return a context manager that gives a client to read with, or None if nothing was ever written.
 
         Raises:
-            StoreLockedError: a write took `timeout` seconds.
+            StoreLockedError: another process or thread held the folder's locks for `timeout` seconds.
             StoreWriteError: this user may not write to the folder, as Chroma must even to read.
-            StoreError: Chroma failed, or does not answer for `timeout` seconds.
+            StoreError: Chroma failed, or did not answer for `timeout` seconds.
         """
 
     @abstractmethod
     def writing(self, timeout: float) -> AbstractContextManager[ClientAPI]:
-        """A client to write with; errors as `reading`, and StoreWriteError if Chroma refuses."""
+        """Return a context manager that gives a client to write with. Raise StoreWriteError if that is impossible.
+
+        Raises StoreLockedError if another process or thread held the folder's locks for `timeout` seconds.
+        """
 
     def check_writable(self, timeout: float) -> None:  # noqa: B027
         """Raise the error that `writing` would."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close what this library opened."""
+        """Close the Chroma engine that this library opened."""
 
     def interrupted(self) -> bool:
-        """Whether a write was not finished, so that Chroma's index may lack records; to ask while `reading`."""
+        """Whether a write was not finished, so that Chroma's index may lack records. Ask only while `reading`."""
         return False
 
     def mended(self) -> None:  # noqa: B027
-        """Note that the index was looked through, and lacks none."""
+        """Record that Chroma's index was checked and lacks no record, so that `interrupted` is False again."""
 
     def disk_bytes(self) -> int | None:
-        """Bytes of all files; None if it is no folder."""
+        """Return the size of all files in bytes, or None if the place is not a folder."""
         if self.folder is None:
             return None
         size = 0
@@ -102,7 +105,7 @@ class Place(ABC):
 
 
 class Server(Place):
-    """A Chroma server, or memory, that the app has a client of."""
+    """A Chroma server, or memory, used through the app's own client."""
 
     def __init__(self, client: ClientAPI) -> None:
         settings = client.get_settings()
@@ -128,7 +131,7 @@ class Server(Place):
 
 
 class Folder(Place):
-    """A Chroma folder, with an engine of its own, which is never older than the last write."""
+    """A Chroma folder, used through an own engine, which is reopened after each write of another process."""
 
     folder: Path
 
@@ -194,7 +197,10 @@ class Folder(Place):
 
     @shielded
     def back_up(self, target: Path, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Copy the folder, including its key, while no store writes to it, completely or not at all."""
+        """Copy the folder, with its key, to `target`, completely or not at all. Writers wait meanwhile.
+
+        Raises StoreError if `target` exists or cannot be written, StoreLockedError after `timeout` seconds of waiting.
+        """
         if target.exists() or target.resolve().is_relative_to(self.folder):
             raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
         draft: Path | None = None
@@ -265,7 +271,7 @@ class Folder(Place):
 
 @contextmanager
 def locked(file: Path, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
-    """Hold a lock of a folder; raises as `Folder.writing` does."""
+    """Hold the lock `file` of a folder during the block. Raise StoreLockedError after `timeout` seconds of waiting."""
     # A new object each time: one that is shared lets every thread in.
     lock = filelock.FileLock(file, timeout=timeout, poll_interval=_POLL, thread_local=False)
     try:

@@ -1,10 +1,10 @@
-"""A passage as a Chroma record: the fields of its metadata.
+"""The record of a passage, as the metadata of a Chroma record.
 
 The text is a deflated metadata string: Chroma keeps such a string twice, and a `document` about nine times because
 of its full-text index (measured: 11 kB for 1.2 kB of text), which is not needed here.
 
-A record is signed, so that nobody without the key can change it unnoticed. Text and payload are covered by their
-hashes: if the payload is damaged, the text can still be read.
+A record is signed, so that nobody without the key can change it unnoticed. The signature covers hashes of text and
+payload, so that the text can still be read if the payload is damaged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_UNPACKED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Record:
-    """A stored passage."""
+    """The fields of a stored passage, as Chroma keeps them."""
 
     payload: str  # the encoded soft context, see `codec`
     text: str  # deflated, in base64
@@ -50,7 +50,7 @@ class Record:
     def of(
         cls, id: str, passage: Passage, soft: SoftContext, sentences: str, codec: str, marker: str, fingerprint: str
     ) -> Record:
-        """The record of a passage, not signed; PayloadError, naming the passage, if the codec cannot hold its slots."""
+        """Return the unsigned record of a passage. Raise PayloadError, with its id, if the codec cannot hold `soft`."""
         try:
             payload = codecs.encode(soft, codec)
         except PayloadError as error:
@@ -69,7 +69,7 @@ class Record:
         )
 
     def relabeled(self, id: str, passage: Passage, fingerprint: str) -> Record:
-        """The record with the passage's metadata, to be signed again."""
+        """Return a copy of the record with the passage's metadata, which must be signed again."""
         return replace(self, metadata=_json(passage.metadata), full_hash=full_hash(fingerprint, id, passage))
 
     def signed(self, id: str, signer: Signer, collection: str) -> Record:
@@ -77,7 +77,7 @@ class Record:
 
     @classmethod
     def read(cls, id: str, row: Mapping[str, Any]) -> Self:
-        """The record in the metadata that Chroma holds under an id; PayloadError if a field is missing."""
+        """Return the record in `row`, Chroma's metadata under an id. Raise PayloadError if a field is not there."""
         values: dict[str, Any] = {field.name: row.get(field.name) for field in fields(cls)}
         for field in fields(cls):
             if type(values[field.name]).__name__ != field.type:  # an annotation is a string here
@@ -85,7 +85,7 @@ class Record:
         return cls(**values)
 
     def check_signature(self, id: str, signer: Signer, collection: str) -> None:
-        """Raise PayloadError unless this key signed the record, as it is now, for the collection."""
+        """Raise PayloadError if the record, as it is now, was not signed with this key for this collection."""
         right = signer.sign(*self._signed(id, collection))
         if not hmac.compare_digest(self.signature.encode("utf-8", "replace"), right.encode()):
             raise damaged(
@@ -95,12 +95,12 @@ class Record:
             )
 
     def check_payload(self, id: str) -> None:
-        """Raise PayloadError, naming the passage, unless the payload is the signed one; it is not decoded."""
+        """Raise PayloadError, with the passage's id, if the payload is not the signed one. It is not decoded."""
         if _hash(self.payload) != self.payload_hash:
             raise damaged(id, "its payload was changed after it was signed")
 
     def soft_context(self, id: str) -> SoftContext:
-        """The soft context; PayloadError, naming the passage, if it is damaged."""
+        """Return the decoded soft context. Raise PayloadError, with the passage's id, if the payload is damaged."""
         self.check_payload(id)
         try:
             return codecs.decode(self.payload)
@@ -108,7 +108,7 @@ class Record:
             raise damaged(id, error) from error
 
     def passage(self, id: str, fingerprint: str) -> StoredPassage:
-        """Everything but the vectors; PayloadError, naming the passage, if it is damaged."""
+        """Return the passage without its slots. Raise PayloadError, with the passage's id, if the record is damaged."""
         try:
             unpacker = zlib.decompressobj()
             data = unpacker.decompress(base64.b64decode(self.text, validate=True), MAX_UNPACKED_BYTES)
@@ -130,17 +130,17 @@ class Record:
 
 
 def text_hash(fingerprint: str, id: str, passage: Passage) -> str:
-    """A hash of record id, text and bundle: if it is unchanged, the passage need not be compressed again."""
+    """Return a hash of bundle, record id and text. If it is unchanged, the passage need not be compressed again."""
     return _hash(fingerprint, id, passage.text)
 
 
 def full_hash(fingerprint: str, id: str, passage: Passage) -> str:
-    """A hash that also covers the metadata: if it is unchanged, the record need not be written."""
+    """Return a hash of bundle, record id, text and metadata. If it is unchanged, the record need not be written."""
     return _hash(fingerprint, id, passage.text, _json(passage.metadata))
 
 
 def damaged(id: str, reason: object) -> PayloadError:
-    """The error for a record with this id that cannot be read."""
+    """Return the error for a record with this id that cannot be read for this reason."""
     return PayloadError(
         f"the record of passage {passage_id(id)!r} is damaged ({reason}): delete the passage and add it again "
         "(`ctx-compress index --repair` does)"

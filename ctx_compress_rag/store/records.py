@@ -1,4 +1,4 @@
-"""The records of one bundle's soft contexts: written signed, and read only if they are what was signed."""
+"""The records of one bundle's soft contexts, signed when written, and checked by their signature when read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONFIGURATION: Any = {
 
 @dataclass(frozen=True)
 class Changes:
-    """Passages, by record id, compared with what is stored."""
+    """How given passages, by record id, differ from what is stored."""
 
     texts: dict[str, Passage]  # not stored with this text, and so to compress
     labels: dict[str, Passage]  # stored with this text, but other metadata
@@ -48,7 +48,7 @@ class Changes:
 
 
 class Records(Collection):
-    """The collection of a store; arguments and errors are those of `SoftContextStore`. Thread-safe."""
+    """The Chroma collection of a store. `SoftContextStore` describes the arguments and the errors. Thread-safe."""
 
     def __init__(
         self,
@@ -117,7 +117,10 @@ class Records(Collection):
     # Reading
 
     def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, tuple[str, Record]]:
-        """By passage id, record id and record, the scope's own or the default scope's, if it has the text given."""
+        """Return the record id and the record of each passage id, of the scope or else of the default scope.
+
+        With `texts`, one for each id, only a record with that text is returned.
+        """
         passages = None if texts is None else unique(listed_passages(texts, ids), repeats=True)
         places = readable(scope)
         stored = self.rows([record_id(id, place) for id in ids for place in places])
@@ -133,7 +136,7 @@ class Records(Collection):
         return found
 
     def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
-        """Record id and record that each marker stands for; MissingPassageError if there is none."""
+        """Return the record id and the record of each marker's passage. Raise MissingPassageError if one is missing."""
         wanted = {each: [scoped_marker_id(each.passage, place) for place in readable(each.scope)] for each in markers}
         rows = self.rows_with("marker", [name for names in wanted.values() for name in names])
         by_name = {row["marker"]: id for id, row in rows.items()}
@@ -147,7 +150,7 @@ class Records(Collection):
         return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
 
     def holding(self, passages: Sequence[Passage], scope: str) -> list[bool]:
-        """Whether each passage is stored with its text in a record that the scope may read."""
+        """Return, for each passage, whether a record that the scope may read holds it with its text."""
         held: set[tuple[str, str]] = set()
         wanted = list(dict.fromkeys((str(each.id), each.text) for each in passages))
         while wanted:  # in turns, if an id comes with several texts
@@ -160,7 +163,10 @@ class Records(Collection):
         return [(str(each.id), each.text) in held for each in passages]
 
     def unreadable(self, sample: int | None = None) -> dict[str, bool]:
-        """Map each unreadable record (of a sample), in all scopes, to True if it is intact but of another key."""
+        """Return the ids of unreadable records of all scopes, each with True if only its key is another one.
+
+        `sample` is the number of records to check, drawn at random; None checks all.
+        """
         found: dict[str, bool] = {}
         everything = self.ids()
         for ids in pages(everything if sample is None else random.sample(everything, min(sample, len(everything)))):
@@ -180,7 +186,7 @@ class Records(Collection):
     # Writing
 
     def compare(self, passages: Mapping[str, Passage]) -> Changes:
-        """What of these passages, by record id, is to be written; StoreError if it could not be."""
+        """Return which of these passages, by record id, must be written. Raise StoreError if writing is impossible."""
         same = self._matching("full_hash", full_hash, passages)
         rest = {key: passage for key, passage in passages.items() if key not in same}
         relabeled = self._matching("text_hash", text_hash, rest)
@@ -191,7 +197,7 @@ class Records(Collection):
         return Changes(texts, labels, len(texts) - len(self.existing(list(texts))), len(same))
 
     def prepare(self) -> None:
-        """Raise StoreError if the next write would be refused: before the work, not after it."""
+        """Raise StoreError if the next write would be refused. Call it before the work that a write needs."""
         self._key.keep()
         self.check_writable()
 
@@ -202,7 +208,7 @@ class Records(Collection):
         self._put({id: self._verified(id, row).relabeled(id, passages[id], made) for id, row in stored.items()})
 
     def write(self, passages: Mapping[str, Passage], softs: Sequence[SoftContext], scope: str) -> None:
-        """Write a scope's passages, by record id, durably; after a PayloadError (a NaN), none is written."""
+        """Write a scope's passages, by record id, durably. If a PayloadError (a NaN) is raised, none is written."""
         each = zip(passages.items(), softs, self._sentences(passages), strict=True)
         made: dict[str, Record] = {}
         for (id, passage), soft, sentences in each:
@@ -227,7 +233,7 @@ class Records(Collection):
                 ) from error
 
     def _sentences(self, passages: Mapping[str, Passage]) -> list[str]:
-        """The vectors of each passage's sentences, if the bundle shows sentences and MiniLM is installed."""
+        """Return the vectors of each passage's sentences, or "" if the bundle shows none or MiniLM is not installed."""
         if self._bundle.config.text_share:
             with suppress(MissingExtraError):
                 return list(map(pack, sentence_vectors([passage.text for passage in passages.values()])))
@@ -236,18 +242,18 @@ class Records(Collection):
     def _matching(
         self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
     ) -> set[str]:
-        """Record ids whose stored hash equals the passage's; reads no payload."""
+        """Return the record ids whose stored hash equals the passage's hash, without reading a payload."""
         return self.matching(field, {key: digest(self._bundle.fingerprint, key, passages[key]) for key in passages})
 
     def _verified(self, id: str, row: Row) -> Record:
-        """The record in a row; PayloadError, naming the passage, if it was changed or signed with another key."""
+        """Return the record in a row. Raise PayloadError, with its id, if it was changed or signed with another key."""
         record = Record.read(id, row)
         record.check_signature(id, self.signer, self.name)
         return record
 
 
 def summarize(records: Collection, about: Row) -> StoreInfo:
-    """What a store's collection holds, by its metadata and records; damaged records do not count."""
+    """Return the contents and size of a store from its records and metadata. Damaged records do not count."""
     count = slots = tokens = payload_size = 0
     for ids in pages(records.ids()):
         for row in records.rows(ids).values():

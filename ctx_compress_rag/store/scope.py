@@ -1,6 +1,6 @@
-"""Which scope owns a record: ids are per scope, so that no tenant overwrites or reads another's passage.
+"""The ids of records, which depend on the scope, so that no tenant overwrites or reads another tenant's passage.
 
-A passage is stored under its id prefixed with its scope's digest. It can be read and overwritten only in its scope;
+A passage is stored under its id prefixed with the scope's digest. It can be read and overwritten only in its scope, but
 passages of the default scope can be read in every scope.
 """
 
@@ -14,7 +14,7 @@ _DIGEST = 32
 
 
 def record_id(id: str, scope: str) -> str:
-    """The id of the record of a scope's passage: different for each pair of scope and id."""
+    """Return the id of the record of a scope's passage, which differs for each pair of scope and passage id."""
     return f"{_digest(scope)}/{id}"
 
 
@@ -27,17 +27,17 @@ def owned(record: str, scope: str) -> bool:
 
 
 def readable(scope: str) -> list[str]:
-    """The scopes whose passages this one may read, its own first."""
+    """Return the scopes whose passages a scope may read, itself first."""
     return list(dict.fromkeys((scope, DEFAULT_SCOPE)))
 
 
 def scoped_marker_id(marker_id: str, scope: str) -> str:
-    """A passage's marker id as its record holds it, with the scope: a marker finds its scope's record."""
+    """Return a marker id with the scope's digest, as a record holds it, so that a marker finds its scope's record."""
     return f"{marker_id}@{_digest(scope)}"
 
 
 def plain_marker_id(scoped: str) -> str:
-    """The inverse of `scoped_marker_id`."""
+    """Return the marker id without the scope's digest, the inverse of `scoped_marker_id`."""
     return scoped.partition("@")[0]
 
 

@@ -1,4 +1,4 @@
-"""Vectors of a passage's sentences, stored with it in 8 bits, so that no question has to encode them."""
+"""Vectors of a passage's sentences, stored with the passage in 8 bits, so that no question has to wait for them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DIM = 384
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, without space around them and blank ones."""
+    """Return the sentences of a text that are not blank, without surrounding space."""
     return [part for part in map(str.strip, sentences(text)) if part]
 
 
 def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
-    """For each text the unit vectors (sentences, 384) of its sentences, with the extra `sentences`."""
+    """Return, for each text, the unit vectors (sentences, 384) of its sentences. The extra `sentences` is needed."""
     parts = [sentences_of(text) for text in texts]
     flat = [part for own in parts for part in own]
     if not flat:
@@ -32,12 +32,12 @@ def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
 
 
 def pack(vectors: Vectors) -> str:
-    """Vectors as text for a record; the error of a cosine is below 0.01."""
+    """Return vectors (sentences, 384) as text for a record, in 8 bits. The error of a cosine is below 0.01."""
     return encode(SoftContext(torch.from_numpy(vectors), torch.ones(len(vectors), dtype=torch.int64)))
 
 
 def unpack(packed: str, count: int) -> Vectors | None:
-    """The vectors of so many sentences; None if others, or none, were packed."""
+    """Return the vectors (count, 384) that `pack` wrote, or None if it wrote none or another number of them."""
     if not packed:
         return None
     vectors: Vectors = decode(packed).slots.numpy()

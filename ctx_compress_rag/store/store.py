@@ -1,4 +1,4 @@
-"""SoftContextStore: soft contexts in a Chroma collection beside the app's own."""
+"""The store of soft contexts, in a Chroma collection beside the app's own."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _LEAST_TIMEOUT = 0.1
 class SoftContextStore(ProcessBound):
     """The soft contexts of one bundle, by passage id, in Chroma.
 
-    They live in a collection `<collection>-ctx`, one record per passage, and not in the app's own, where every search
-    hit would carry them. Threads and processes may share a folder: each read or write holds its locks for milliseconds.
-    Ctrl-C leaves no lock behind: what is being written is finished, and the rest is not begun. Several machines may
-    share a Chroma server; a folder that a server uses must be reached through it. A store does not survive `fork`: open
-    it in the child.
+    They are kept in a collection `<collection>-ctx`, one record per passage, not in the app's own collection, where
+    every search hit would carry them. Threads and processes may share a folder, because each read or write holds the
+    folder's locks for milliseconds. After Ctrl-C, no lock stays, a write in progress is finished, and no other begins.
+    Several machines may share a Chroma server; a folder that a server uses must be reached through the server. A store
+    does not survive `fork`, so open it in the child process.
 
     ```python
     with SoftContextStore("./chroma", Bundle.from_pretrained("smollm2-135m")) as store:
@@ -63,17 +63,17 @@ class SoftContextStore(ProcessBound):
     ```
 
     Args:
-        location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection; the soft contexts
-            are then put beside it.
+        location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection, beside which the
+            soft contexts are put.
         bundle: the bundle that compresses passages; a store made with another bundle is refused.
-        collection: name of the app's collection (it need not exist), from which that of the soft contexts gets its
-            name; ignored if `location` is a collection.
-        codec: "int8" or "fp16" for a new store; an existing one keeps its own.
-        ratio: source tokens per slot in a new store; by default the bundle's base ratio. An existing store
-            keeps its own. If the bundle's method is nestable, coarser ratios can be requested later; otherwise
-            only the store's ratio.
-        key: secret that signs markers and records; by default the first that `key.StoreKey` finds.
-        scope: default tenant or user, if neither the call nor `marker.scope` names one.
+        collection: name of the app's collection (it need not exist), to which `-ctx` is added for the soft contexts;
+            ignored if `location` is a collection.
+        codec: "int8" (the default) or "fp16" for a new store; an existing store keeps its own.
+        ratio: source tokens per slot in a new store; None takes the bundle's base ratio. An existing store
+            keeps its own. Coarser ratios can be requested later if the bundle's method can merge slots (mean pooling),
+            otherwise only the store's ratio.
+        key: secret that signs markers and records, at least 16 bytes; None takes the first that `key.StoreKey` finds.
+        scope: tenant or user of calls that name none, outside of `marker.scope`.
         lock_timeout: seconds that a write waits for other writes, 0 or more.
         read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer, 0.1 or more.
 
@@ -123,27 +123,27 @@ class SoftContextStore(ProcessBound):
         progress: bool = True,
         scope: str | None = None,
     ) -> AddReport:
-        """Compress and store documents that are new or whose text changed; update metadata that changed.
+        """Compress and store documents that are new or whose text changed, and update metadata that changed.
 
-        Batches are stored one by one: what the progress bar counts is on disk, and after an interruption the same
-        call resumes where it stopped. If one document is invalid, nothing is written.
+        Batches are stored one by one, so that what the progress bar counts is on disk, and after an interruption the
+        same call resumes where it stopped. If one document is invalid, nothing is written.
 
         On an empty store, the same call stores the same bits if machine and number of threads are the same. Passages
         added one by one, in other groups or after an interruption are encoded in other batches, so floating-point
-        sums differ slightly: of one small bundle, a quarter to two thirds of records differ, by at most 1.2 int8
-        steps, or 1/4000 of a passage's norm.
+        sums differ slightly. With one small bundle, a quarter to two thirds of the records differed, by at most 1.2
+        int8 steps, or 1/4000 of a passage's norm.
 
         Args:
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes; or a Chroma collection.
-            ids: one per document; by default the document's own id or, without one, a hash of its text.
-            progress: show a progress bar.
-            scope: tenant or user that owns the passages; by default that of `marker.scope`, otherwise the store's.
+            ids: one per document; None takes the document's own id or, without one, a hash of its text.
+            progress: whether to show a progress bar.
+            scope: tenant or user that owns the passages; None takes that of `marker.scope`, otherwise the store's.
                 Passages of the scope "default" can be read in every scope, those of another scope only in that scope.
 
         Raises:
             ConfigError: a text is blank or not a str, or an id is empty or given twice.
-            PayloadError: the bundle made a NaN or infinity; its batch is not stored.
-            StoreLockedError: others wrote for longer than `lock_timeout`.
+            PayloadError: a slot is NaN or infinite; the batch with its passage is not stored.
+            StoreLockedError: other threads or processes held the folder's locks for longer than `lock_timeout`.
             StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
@@ -155,14 +155,14 @@ class SoftContextStore(ProcessBound):
         return AddReport(changes.new, len(changes.texts) + len(changes.labels) - changes.new, changes.unchanged)
 
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
-        """Make the scope's passages match the app's collection: add new and changed ones, delete those not in it.
+        """Add, update and delete passages of the scope, so that they match the app's collection.
 
-        Records without a text are skipped. Raises as `add` does.
+        Records without a text are skipped. Errors are those of `add`.
 
         Args:
             collection: the app's collection.
-            progress: show a progress bar.
-            scope: tenant or user whose passages the collection holds; by default as in `add`.
+            progress: whether to show a progress bar.
+            scope: tenant or user whose passages the collection holds; None as in `add`.
         """
         before = self.ids(scope)  # what others store after the collection was read is not deleted
         passages = list(passages_in(collection))
@@ -172,12 +172,12 @@ class SoftContextStore(ProcessBound):
 
     @shielded
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
-        """Compress and store texts that are not stored; return the id that each text is stored under, in order.
+        """Compress and store the texts that are not stored, and return each text's id in the store, in order.
 
-        Like `add`, but for a retriever's results: an id may come twice, also with another text, metadata of an
-        unchanged text stay as stored, passages of the scope "default" are not stored again, there is no progress bar,
-        and no write lock is taken if nothing is missing. A passage that is stored under an id with another text stays:
-        a text that a question made of it (an excerpt) is stored beside it, under a hash of the text.
+        This is `add` for a retriever's results. An id may come twice, even with another text. Metadata of an unchanged
+        text stay as stored. Passages of the scope "default" are not stored again. There is no progress bar, and no
+        write lock is taken if nothing is missing. A stored passage stays if its id comes with another text (such as an
+        excerpt made for a question), and that text is stored beside it, under a hash of the text.
         """
         scope, passages = self._scope(scope), listed_passages(texts, ids)
         places = self._places(passages, scope)
@@ -198,23 +198,23 @@ class SoftContextStore(ProcessBound):
         return list(map(str, places))
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete passages of the scope; return how many there were."""
+        """Delete the scope's passages with these ids, and return how many were deleted."""
         scope = self._scope(scope)
         return self._delete([record_id(id, scope) for id in checked_ids(ids)])
 
     def damaged(self) -> list[str]:
-        """The ids of passages in all scopes with records damaged or not signed with this key. Reads every record."""
+        """Return the ids of passages, in all scopes, with records damaged or signed with another key. Reads all."""
         return [passage_id(id) for id in self._records.unreadable()]
 
     def discard_damaged(self, *, other_keys: bool = True, sample: int | None = None) -> list[str]:
-        """Delete what `damaged` finds; the next `add` of the same passages compresses them again.
+        """Delete the passages that `damaged` finds, and return their ids. The next `add` compresses them again.
 
         Args:
-            other_keys: also delete intact records that are not signed with this key; if False, they raise an error.
-            sample: look at so many records only, drawn at random.
+            other_keys: whether to delete intact records that are signed with another key, too.
+            sample: number of records to check, drawn at random; None checks all.
 
         Raises:
-            StoreError: `other_keys` is False and there are such records; nothing is deleted.
+            StoreError: `other_keys` is False, and there are intact records of another key; nothing is deleted.
         """
         unreadable = self._records.unreadable(sample)
         if not other_keys and (intact := [passage_id(id) for id, is_intact in unreadable.items() if is_intact]):
@@ -227,7 +227,7 @@ class SoftContextStore(ProcessBound):
         return [passage_id(id) for id in unreadable]
 
     def close(self) -> None:
-        """Close the engine; the store cannot be used afterwards. Closing it again has no effect."""
+        """Close the store, which cannot be used afterwards. Closing it again has no effect."""
         self._records.close()
 
     def __enter__(self) -> Self:
@@ -241,12 +241,12 @@ class SoftContextStore(ProcessBound):
     def get(
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[SoftContext | None]:
-        """Soft contexts at the base ratio, in the order of the ids; None for an id that is not stored.
+        """Return the soft contexts at the base ratio, in the order of the ids, None for an id that is not stored.
 
         Args:
             ids: passage ids.
-            scope: tenant or user that reads; by default the scope of `marker.scope`, otherwise the store's.
-            texts: one per id; a record with another text counts as not stored.
+            scope: tenant or user that reads; None takes the scope of `marker.scope`, otherwise the store's.
+            texts: one per id, so that a record with another text counts as not stored; None accepts any text.
 
         Raises:
             PayloadError: a record is damaged; the message names the passage.
@@ -261,29 +261,29 @@ class SoftContextStore(ProcessBound):
     def get_passages(
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[StoredPassage | None]:
-        """Text, metadata and sizes, in the order of the ids; None for an id that is not stored. See `get`."""
+        """Return text, metadata and sizes, in the order of the ids, None for an id that is not stored. See `get`."""
         ids = checked_ids(ids)
         records = self._records.find(ids, self._scope(scope), texts)
         found = {id: record.passage(key, self.fingerprint) for id, (key, record) in records.items()}
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
-        """Whether each text is stored under its id: False if the id is missing or stored with another text."""
+        """Return whether each text is stored under its id; also False if the id is stored with another text."""
         return self._records.holding(listed_passages(texts, ids), self._scope(scope))
 
     def stored_ids(
         self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None
     ) -> list[str | None]:
-        """The id that each text is stored under, its own or a hash of the text (see `ensure`); None if it is not."""
+        """Return each text's id in the store, from `ids` or a hash of the text (see `ensure`), None if not stored."""
         return self._places(listed_passages(texts, ids), self._scope(scope))
 
     def ids(self, scope: str | None = None) -> list[str]:
-        """The ids of the scope's own passages."""
+        """Return the ids of the scope's own passages."""
         scope = self._scope(scope)
         return [passage_id(id) for id in self._records.ids() if owned(id, scope)]
 
     def __len__(self) -> int:
-        """How many passages there are, of all scopes."""
+        """Return the number of passages in all scopes."""
         return self._records.count()
 
     def __repr__(self) -> str:
@@ -295,11 +295,11 @@ class SoftContextStore(ProcessBound):
         return f"SoftContextStore({where!r}, bundle {bundle!r}, ratio {self.base_ratio}, {self.codec}: {held})"
 
     def __bool__(self) -> bool:
-        """True, even when empty: `if store` asks whether there is a store."""
+        """Return True even for an empty store, because `if store` asks whether there is a store."""
         return True
 
     def info(self) -> StoreInfo:
-        """What the store holds, in all scopes."""
+        """Return the contents and the size of the store, with all its scopes. Reads every record."""
         return summarize(self._records, self._records.about)
 
     @property
@@ -318,32 +318,28 @@ class SoftContextStore(ProcessBound):
         return self._records.ratio
 
     def merge_factor(self, ratio: int) -> int:
-        """How many stored slots are merged into one at a ratio.
-
-        Raises:
-            RatioError: the ratio cannot be made from what is stored.
-        """
+        """Return how many stored slots are merged into one at a ratio. Raise RatioError if that is impossible."""
         return self.bundle.compressor.merge_factor(as_int("ratio", ratio), self.base_ratio)
 
     # Markers
 
     def marker(self, id: str, ratio: int, scope: str | None = None) -> str:
-        """The marker that stands for a passage in a prompt; see `markers`."""
+        """Return the marker that stands for a passage in a prompt; see `markers`."""
         return self.markers([id], ratio, scope)[0]
 
     def markers(
         self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[str]:
-        """The markers that stand for passages in a prompt, with `ratio` source tokens per slot.
+        """Return the markers that stand for passages in a prompt, with `ratio` source tokens per slot.
 
         Args:
             ids: passage ids.
             ratio: a multiple of the store's base ratio.
-            scope: tenant or user; by default the scope of `marker.scope`, otherwise the store's.
-            texts: one per id; a record with another text counts as not stored.
+            scope: tenant or user; None takes the scope of `marker.scope`, otherwise the store's.
+            texts: one per id, so that a record with another text counts as not stored; None accepts any text.
 
         Raises:
-            ConfigError: the bundle reads passages question by question.
+            ConfigError: the bundle's method (RAM) reads passages only for a question.
             RatioError: the ratio cannot be made from the base ratio.
             MissingPassageError: an id is not stored, or is stored with another text.
             PayloadError: a record is damaged; the message names the passage.
@@ -364,26 +360,21 @@ class SoftContextStore(ProcessBound):
         return written
 
     def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:
-        """Markers of parts whose slots are kept in this object's memory, not stored.
-
-        Raises:
-            ConfigError: they need more slots than are kept.
-        """
+        """Return markers of parts of passages whose slots are kept in memory. Raise ConfigError for too many."""
         signer, scope = self._records.signer, self._scope(scope)
         written = [signer.write(signer.transient(*part.key), 1, part.soft.n_slots, scope) for part in parts]
         self._transient.keep(dict(zip(written, parts, strict=True)))
         return written
 
     def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
-        """Text parts and markers of a prompt, in order.
+        """Return the text parts and the markers of a prompt, in order.
 
-        Raises:
-            UnreadableMarkerError: a marker has another key or scope, and on_unreadable is "error"; else it is text.
+        A marker of another key or scope stays text, or raises UnreadableMarkerError if `on_unreadable` is "error".
         """
         return self._records.signer.split(text, self._scope(scope), on_unreadable)
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
-        """The soft contexts that markers stand for, at the markers' ratios, in order.
+        """Return the soft contexts that markers stand for, at the markers' ratios, in order.
 
         Raises:
             MissingPassageError: a passage was deleted or its text changed since the marker was written.
@@ -395,7 +386,7 @@ class SoftContextStore(ProcessBound):
         return [kept[m].soft if m in kept else base[found[m][0]].merge(m.factor) for m in markers]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
-        """The texts that markers stand for, in order. Raises as `fetch` does."""
+        """Return the texts that markers stand for, in order. Errors are those of `fetch`."""
         kept, rest = self._transient.split(markers)
         found = self._records.by_marker(rest)
         texts = {key: record.passage(key, self.fingerprint).text for key, record in dict(found.values()).items()}

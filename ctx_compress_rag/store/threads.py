@@ -1,7 +1,7 @@
-"""Calls that Ctrl-C does not break off: each runs in a thread of its own, while the caller waits.
+"""Calls that Ctrl-C does not break off, because each runs in a thread of its own while the caller waits.
 
-Python raises KeyboardInterrupt in the main thread, between any two instructions: also between taking a lock and the
-`try` that releases it. The caller also limits how long it waits for Chroma.
+Python raises KeyboardInterrupt in the main thread, between any two instructions, even between taking a lock and the
+`try` that releases it. A call can also limit how long the caller waits for Chroma.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class _Call:
 
 
 def shielded(function: Callable[P, T]) -> Callable[P, T]:
-    """Run each call in a thread of its own, or, within such a thread or if none can be started, right there.
+    """Run each call of a function in a new thread, or directly if it comes from such a thread or none can be started.
 
-    If the caller is interrupted, the call goes on, and can ask whether it is `abandoned`.
+    If the caller is interrupted, the call goes on, and can ask `abandoned` whether to stop.
     """
 
     @wraps(function)
@@ -87,7 +87,7 @@ def shielded(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def limited(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-    """Give the caller of this shielded call an error if the block takes longer; the block itself goes on."""
+    """Raise the error `late()` in the caller of this shielded call if the block takes longer. The block goes on."""
     call: _Call | None = getattr(_here, "call", None)
     if call is None:
         yield
@@ -100,7 +100,7 @@ def limited(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
 
 
 def abandoned() -> bool:
-    """Whether the caller of this shielded call has gone, so that it should stop at the next safe place."""
+    """Whether the caller of this shielded call was interrupted, so that the call should stop at the next safe place."""
     return bool(getattr(getattr(_here, "call", None), "abandoned", False))
 
 

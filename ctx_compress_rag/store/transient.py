@@ -1,4 +1,4 @@
-"""Parts of passages with slots made for one question, kept in memory for the prompts that show their markers."""
+"""Parts of passages whose slots were made for one question, kept in memory for the prompts with their markers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_SLOTS = 16_384
 
 
 class TransientParts:
-    """The parts last used, by marker. Thread-safe.
+    """The parts of passages that were used last, by marker. Thread-safe.
 
-    They are not written to the store: readers do not hold its lock for writing, and every question would add slots.
+    They are not stored, because readers do not hold the store's write lock, and every question would add slots.
     """
 
     def __init__(self, most: int = MAX_SLOTS) -> None:
@@ -26,7 +26,7 @@ class TransientParts:
         self._lock = threading.Lock()
 
     def keep(self, parts: Mapping[str, TransientPart]) -> None:
-        """Keep the parts that one prompt needs, ConfigError if they are too many; those least recently used go."""
+        """Keep the parts of one prompt, and drop those used longest ago. Raise ConfigError if it has too many."""
         needed = sum(map(_cost, parts.values()))
         if needed > self._most:
             raise ConfigError(
@@ -42,7 +42,7 @@ class TransientParts:
                 size -= _cost(self._parts.popitem(last=False)[1])
 
     def split(self, markers: Sequence[Marker]) -> tuple[dict[Marker, TransientPart], list[Marker]]:
-        """The parts of markers that are kept, and the other markers."""
+        """Return the kept part of each marker that has one, and the other markers."""
         with self._lock:
             kept = {marker: self._parts[marker.text] for marker in markers if marker.text in self._parts}
             for marker in kept:
