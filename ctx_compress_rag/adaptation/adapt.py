@@ -1,4 +1,4 @@
-"""Adapted decoders: they share the original's weights, and have an adapter of their own on top."""
+"""Adapted decoders, which share the original's weights and put an adapter of their own on top."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ LLM = TypeVar("LLM", bound=DecoderLLM)
 
 
 class Adaptation(ABC):
-    """A way to make a decoder follow demonstrations. RAG-GD is one, and so are its baselines."""
+    """A way to make a decoder answer as demonstrations do. RAG-GD is one, and its baselines are others."""
 
     @abstractmethod
     def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
-        """The adapter that these demonstrations call for; None changes nothing.
+        """Return the adapter that these demonstrations call for; None leaves the decoder as it is.
 
         Args:
-            decoder: an unadapted decoder, which stays as it is.
-            demonstrations: one or more.
+            decoder: a decoder that has not been adapted, which stays as it is.
+            demonstrations: one or more solved examples.
         """
 
 
 def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptation) -> LLM:
-    """An LLM that answers as the demonstrations do (RAG-GD); `llm` stays unchanged.
+    """Return an LLM that answers as the demonstrations do (RAG-GD); `llm` stays unchanged.
 
-    All LLMs adapted from one share its weights in memory, and may be used side by side in threads. The adapter is
-    `adapted.decoder.bundle.adapter`, which `save_pretrained` writes as an ordinary peft adapter.
+    All LLMs adapted from one LLM share its weights in memory, and different threads may use them at the same time. The
+    adapter is `adapted.decoder.bundle.adapter`, where `adapted` is the result. Its `save_pretrained` writes a peft
+    adapter.
 
     Args:
-        llm: of either framework; adapting an adapted one starts again from the original.
+        llm: an LLM of either framework. An LLM that is already adapted is adapted from its original again.
         demonstrations: solved examples: question, passages, answer.
         adaptation: a way to adapt, such as `PredictedUpdate.from_pretrained(folder, llm.decoder)`.
 
     Raises:
-        ConfigError: there are no demonstrations, an answer is empty, a demonstration holds a marker or is longer than
-            the model's window, or another engine than transformers runs the decoder.
+        ConfigError: there are no demonstrations; an answer is empty; a demonstration holds a marker or is longer than
+            the model's window; or another engine than transformers runs the decoder.
     """
     if not demonstrations:
         raise ConfigError("there is nothing to adapt to: give one demonstration or more")
@@ -59,7 +60,7 @@ def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptat
 
 
 def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
-    """An LLM with an adapter of its decoder's Q/K/V projections in place of its own; `llm` stays unchanged.
+    """Return an LLM whose decoder has this adapter in place of its own, or none if it is None; `llm` stays unchanged.
 
     Raises:
         ConfigError: another engine than transformers runs the decoder.
@@ -68,7 +69,7 @@ def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
 
 
 def adapted(decoder: Decoder, adapter: Adapter | None) -> Decoder:
-    """The decoder with an adapter in place of its own; None: as it was before it was adapted. Both share the model.
+    """Return a decoder with this adapter in place of its own, or with none if it is None. Both share the model.
 
     Raises:
         ConfigError: another engine than transformers runs the decoder.
@@ -93,8 +94,8 @@ class AdaptedDecoder(PlainDecoder):
     """A decoder that reads text with an adapter.
 
     Attributes:
-        original: the decoder without it.
-        adapter: the change.
+        original: the decoder without the adapter.
+        adapter: the adapter.
     """
 
     def __init__(self, original: PlainDecoder, adapter: Adapter) -> None:
@@ -107,7 +108,7 @@ class AdaptedDecoder(PlainDecoder):
 
 
 class AdaptedBundle(Bundle):
-    """A bundle whose decoder reads text and slots with an adapter; attributes as those of `AdaptedDecoder`."""
+    """A bundle whose decoder reads text and slots with an adapter. Its attributes are those of `AdaptedDecoder`."""
 
     def __init__(self, original: Bundle, adapter: Adapter) -> None:
         super().__init__(original.config, original.backbone, original.compressor, original.reader, original.report)
@@ -116,7 +117,7 @@ class AdaptedBundle(Bundle):
 
     @property
     def fingerprint(self) -> str:
-        """The original's: the adapter does not change slots."""
+        """Return the original bundle's fingerprint, because the adapter does not change slots."""
         return self.original.fingerprint
 
     def text_decoder(self) -> AbstractContextManager[Any]:
@@ -128,13 +129,13 @@ class AdaptedBundle(Bundle):
 
 @contextmanager
 def opened(reading: AbstractContextManager[Any], adapter: Adapter | None) -> Iterator[Any]:
-    """Lock the model of a bundle's `text_decoder` or `soft_decoder` for this thread, with an adapter on top."""
+    """Yield the model of `text_decoder` or `soft_decoder`, locked for this thread, with an adapter or none."""
     with reading as model, applied(model, adapter):
         yield model
 
 
 def rows_of(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
-    """The demonstrations, with their answers, as a decoder reads them.
+    """Return the demonstrations, with their answers, as prompts for the decoder.
 
     Raises:
         ConfigError: an answer is empty, or a demonstration holds a marker or is longer than the model's window.

@@ -1,4 +1,4 @@
-"""Low-rank changes of a decoder's Q/K/V projections: applied temporarily, row by row, and saved as peft adapters."""
+"""Low-rank changes of a decoder's Q/K/V projections, applied temporarily and saved as peft adapters."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def projections(model: Any) -> dict[str, tuple[int, int]]:
-    """The Q/K/V projections of every attention block: name in the model -> (d_in, d_out).
+    """Return the Q/K/V projections of every attention block, as name in the model -> (d_in, d_out).
 
-    A decoder that computes the three with one matrix (Phi-3's `qkv_proj`) has one projection per block, and
-    one adapter on it: its rows are those of Q, K and V, which then share the factor `a`.
+    A decoder that computes the three with one matrix (Phi-3's `qkv_proj`) has one projection per block, and one adapter
+    on it, whose rows are those of Q, K and V, which then share the factor `a`.
 
     Raises:
-        ConfigError: a block has other projections than these.
+        ConfigError: an attention block has other projections.
     """
     found: dict[str, tuple[int, int]] = {}
     blocks: dict[str, set[str]] = {}
@@ -57,11 +57,13 @@ def projections(model: Any) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A low-rank change of each projection's weight: scale * b @ a.
+    """A low-rank change of each projection's weight, scale * b @ a.
+
+    An adapter may hold several such changes, called its rows, one for each prompt of a batch or each support context.
 
     Attributes:
-        a: for each projection (rank, d_in), or (rows, rank, d_in) if each row of a batch has its own.
-        b: likewise (d_out, rank), or (rows, d_out, rank).
+        a: for each projection (rank, d_in), or (rows, rank, d_in) in an adapter with rows.
+        b: for each projection (d_out, rank), or (rows, d_out, rank) in an adapter with rows.
         scale: peft's lora_alpha / r; 1 for updates.
     """
 
@@ -75,13 +77,13 @@ class Adapter:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Input and output width, by projection."""
+        """Return the input and output width of each projection, by name."""
         return {name: (a.shape[-1], self.b[name].shape[-2]) for name, a in self.a.items()}
 
     def plus(self, update: Adapter) -> Adapter:
-        """This change and `update` together, exactly: [scale b, update's b] @ [a; update's a].
+        """Return the exact sum of this change and `update`: [scale b, update's b] @ [a; update's a].
 
-        The rank is the sum of both. If the update has rows, so has the sum.
+        The rank of the sum is the sum of both ranks. If the update has rows, the sum has as many.
         """
         a, b = {}, {}
         for name, update_a in update.a.items():
@@ -92,7 +94,7 @@ class Adapter:
         return Adapter(a, b)
 
     def rows(self, indices: Tensor | Sequence[int]) -> Adapter:
-        """An adapter whose row i is row `indices[i]` of this one; an adapter without rows is returned as it is."""
+        """Return an adapter whose row i is row `indices[i]` of this adapter, or this adapter if it has no rows."""
         if next(iter(self.a.values())).ndim == 2:
             return self
         index = torch.as_tensor(indices, device=next(iter(self.a.values())).device)
@@ -106,7 +108,7 @@ class Adapter:
         return Adapter(a, b, self.scale)
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
-        """Write an ordinary peft LoRA adapter, in float32; other engines can serve it.
+        """Write this adapter, which must have no rows, as a peft LoRA adapter in float32 that other engines can serve.
 
         Args:
             folder: the output folder.
@@ -137,10 +139,11 @@ class Adapter:
 
         Args:
             folder: the adapter's folder.
-            model: the decoder that the adapter is for; the tensors go to its device.
+            model: the decoder that the adapter is for. The tensors go to the decoder's device.
 
         Raises:
-            BundleError: it is missing, has more than low-rank factors of one rank, or does not fit the decoder.
+            BundleError: the adapter is missing, has more than low-rank factors of one rank, or does not fit the
+                decoder.
         """
         folder = Path(folder)
         try:
@@ -175,8 +178,8 @@ class Adapter:
 def applied(model: Any, adapter: Adapter | None) -> Iterator[None]:
     """Add an adapter's change to the projections' outputs within the context; None adds nothing.
 
-    The weights stay as they are, and active peft adapters stay active: the change is added on top. If the
-    adapter has rows, row i of every batch gets row i's change. The caller must hold the model's lock.
+    Weights stay as they are, and active peft adapters stay active, because the change is added on top. If the adapter
+    has rows, row i changes the outputs for row i of every batch. The caller must hold the model's lock.
     """
     with ExitStack() as hooks:
         if adapter is not None:
@@ -187,6 +190,6 @@ def applied(model: Any, adapter: Adapter | None) -> Iterator[None]:
 
 
 def _add_change(a: Tensor, b: Tensor, scale: float, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """A forward hook: output + scale * x a^T b^T, in the factors' precision."""
+    """Return output + scale * x a^T b^T, computed in the factors' precision. This is a forward hook."""
     change = (inputs[0].to(a.dtype) @ a.mT) @ b.mT
     return output + (scale * change).to(output.dtype)

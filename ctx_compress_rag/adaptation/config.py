@@ -1,4 +1,4 @@
-"""The recipes for adaptation."""
+"""The settings in recipes for adaptation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ctx_compress_rag.training.config import BaseRecipe
 
 
 class TaskData(Strict):
-    """Where demonstrations come from.
+    """The files that demonstrations come from, and how much of a question's passages and answers is used.
 
     Attributes:
-        files: JSONL files, each a task; a folder stands for all JSONL files in it.
-        held_out: files whose questions are left out of `files`. Passages may be in both: the paper retrieves all of
-            them from one corpus (appendix F).
+        files: JSONL files, one for each task. A folder stands for all JSONL files in it.
+        held_out: files whose questions are left out of `files`. Their passages are not, because the paper retrieves all
+            passages from one corpus (appendix F).
         passages: how many of a question's passages are read, from the first on; None reads all.
-        max_context_tokens: a question's passages are cut to this many tokens together.
-        max_answer_tokens: answers are cut to this many.
+        max_context_tokens: the most tokens of a question's passages together. Longer passages are cut.
+        max_answer_tokens: the most tokens of an answer. Longer answers are cut.
     """
 
     files: list[Path] = Field(min_length=1)
@@ -37,11 +37,12 @@ class TaskData(Strict):
 
 
 class AdaptationRecipe(BaseRecipe):
-    """A stage of adapting a frozen decoder to demonstrations (In-Context Optimization).
+    """The settings that all recipes share that adapt a frozen decoder to demonstrations (In-Context Optimization).
 
     Attributes:
-        bundle: the bundle of the decoder.
-        decoder: instead of a bundle, the decoder's folder, hub id or GGUF file.
+        bundle: the bundle whose decoder is adapted.
+        decoder: in place of a bundle, the decoder's folder, hub id or GGUF file.
+        revision: the revision of the bundle or decoder on the hub.
     """
 
     bundle: str | None = None
@@ -57,7 +58,7 @@ class AdaptationRecipe(BaseRecipe):
 
 
 class RetrievalAdapterRecipe(AdaptationRecipe):
-    """The base retrieval adapter: Q/K/V LoRA trained on retrieval-formatted examples (appendix G)."""
+    """The recipe of the base retrieval adapter: Q/K/V LoRA, trained on questions with passages (appendix G)."""
 
     stage: Literal["retrieval_adapter"]
     rank: int = Field(default=16, gt=0)
@@ -65,14 +66,14 @@ class RetrievalAdapterRecipe(AdaptationRecipe):
 
 
 class PredictorSettings(Strict):
-    """What a recipe says of a predictor, and the predictor keeps.
+    """The settings that a recipe gives to a predictor, and that the predictor keeps.
 
     Attributes:
         inner_steps: K of eq. 8.
         inner_learning_rate: eta of eq. 8.
-        demonstrations: N, the number in each support context: it is trained with so many, and takes so many.
-        hidden, code: widths of the encoder's layers.
-        layer: the decoder's layer after which the demonstrations' hidden states are read; None is the last.
+        demonstrations: N, the number of demonstrations in a support context, in training and in use.
+        hidden, code: the widths of the encoder's layers.
+        layer: the decoder's layer after which the demonstrations' hidden states are read; None means the last layer.
     """
 
     inner_steps: int = Field(default=5, gt=0)
@@ -84,14 +85,15 @@ class PredictorSettings(Strict):
 
 
 class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
-    """The update predictor, trained on gradient descent's updates (eq. 9).
+    """The recipe of the update predictor, which is trained on the updates of gradient descent (eq. 9).
 
     Attributes:
-        base: the base retrieval adapter's folder.
+        base: the folder of the base retrieval adapter.
         magnitude_weight: lambda of eq. 9.
-        contexts: number of support contexts, each learned from many times and solved by gradient descent when it first
-            comes; None draws and solves a new one each time, as the paper does. Their updates stay in memory: contexts
-            x rank x input and output widths of Q/K/V, in bfloat16. A training that resumes solves them again.
+        contexts: the number of support contexts. Each is solved by gradient descent when it first comes, and learned
+            from many times. None draws and solves a new context each time, as the paper does. The updates stay in
+            memory: contexts x rank x input and output widths of Q/K/V, in bfloat16. A training that resumes solves the
+            contexts again.
     """
 
     stage: Literal["update_predictor"]

@@ -1,4 +1,4 @@
-"""Demonstrations: a question with its passages and its answer, and the chat made from it."""
+"""Demonstrations: a question with its passages and its answer, and the chat messages made from them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messag
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One solved example of the task (x, D, y).
+    """A solved example of the task, (x, D, y) in the paper.
 
     Attributes:
-        question: what was asked.
-        passages: the texts that were retrieved for it.
-        answer: the answer as it should be given.
+        question: the question.
+        passages: the texts that were retrieved for the question.
+        answer: the answer as the decoder should give it.
     """
 
     question: str
@@ -29,5 +29,5 @@ class Demonstration:
             )
 
     def chat(self) -> list[dict[str, str]]:
-        """The chat messages that ask the question about the passages, without the answer."""
+        """Return the chat messages that ask the question about the passages, without the answer."""
         return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(self.passages), self.question)

@@ -1,4 +1,4 @@
-"""Tasks and episodes: demonstrations of a task, and a question of the same task."""
+"""Tasks, and episodes drawn from them: demonstrations of a task, and a question of the same task."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 
 @dataclass(frozen=True)
 class Episode:
-    """A support context C of a task, and a question of the same task with its answer.
+    """Demonstrations of a task (the support context C), and the query, a question of the same task with its answer.
 
-    `answers` are all accepted answers; if empty, the query's own.
+    `answers` are all accepted answers. If it is empty, the query's own answer is the accepted one.
     """
 
     task: str
@@ -32,9 +32,9 @@ class Episode:
 
 @dataclass
 class Tasks:
-    """JSONL files (see `data.examples.read_jsonl`), each a task named after its file; arguments as in `TaskData`.
+    """JSONL files (see `data.examples.read_jsonl`), each of which is a task named after its file.
 
-    Accepted answers are not cut.
+    The arguments are settings of `TaskData`. Accepted answers are not cut.
     """
 
     files: InitVar[Sequence[Path]]
@@ -56,7 +56,7 @@ class Tasks:
                     raise DataError(f"the task {name}: the first answer to {turn.question!r} is blank: give one")
 
     def draw(self, number: int, demonstrations: int, seed: int) -> Episode:
-        """The episode of this number, of a task drawn at random: an interrupted run continues with the same ones."""
+        """Return an episode of a random task; the same number and seed give the same episode."""
         rng = random.Random(f"{seed}:{number}")
         name = rng.choice(list(self.examples))
         examples = self.examples[name]
@@ -66,7 +66,7 @@ class Tasks:
         return self.episode(name, support, query)
 
     def episode(self, name: str, support: Sequence[Example], query: Example) -> Episode:
-        """An episode of these examples of a task, with passages and answers cut."""
+        """Return an episode of these examples of a task, with passages and answers cut."""
         shown = tuple(self._cut(example) for example in support)
         return Episode(name, shown, self._cut(query), query.turns[0].answers)
 
@@ -79,7 +79,7 @@ class Tasks:
 
 
 def _distinct(examples: Sequence[Example]) -> list[Example]:
-    """The examples without repeated rows: a question must not be asked whose answer a demonstration gives."""
+    """Return the examples without repeated rows, so that no demonstration gives the answer to the query."""
     first: dict[tuple[tuple[str, ...], str], Example] = {}
     for example in examples:
         first.setdefault((example.passages, example.turns[0].question), example)

@@ -20,7 +20,7 @@ Contexts = list[list[Prompt]]
 
 
 class AnswersMean(BatchMean, nn.Module):
-    """Mean cross-entropy of the whole batch's answer tokens."""
+    """The base class of losses that are the mean cross-entropy of the whole batch's answer tokens."""
 
     def __init__(self, decoder: PlainDecoder) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class AnswersMean(BatchMean, nn.Module):
         return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
 
     def share(self, items: Tensor, rows: list[Prompt], adapter: Adapter | None) -> Tensor:
-        """These rows' part of the mean over `items`, the batch's answer tokens."""
+        """Return the part of the loss that comes from `rows`; `items`, (1,), counts the whole batch's answer tokens."""
         loss = answer_losses(self.decoder, [rows], adapter)[0]
         return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
 
 
 class RetrievalAdapterLoss(AnswersMean):
-    """Trains Q/K/V LoRA factors on the answers' tokens (In-Context Optimization, appendix G)."""
+    """The loss that trains Q/K/V LoRA factors, on the answers' tokens (In-Context Optimization, appendix G)."""
 
     def __init__(self, decoder: PlainDecoder, rank: int, alpha: int) -> None:
         super().__init__(decoder)
@@ -59,11 +59,11 @@ class RetrievalAdapterLoss(AnswersMean):
 
 
 class MatchingLoss(nn.Module):
-    """Eq. 9 against the K-step SGD update of eq. 8, mean over contexts, without an answer loss (appendix G).
+    """The loss of eq. 9 against the update of K SGD steps (eq. 8), a mean over contexts; no answer loss (appendix G).
 
-    `keep`: keep what gradient descent made of each context, by its number, and learn from it again: solving a context
-    takes K backward passes, learning from it almost no time. Kept in bfloat16, whose rounding is far below the
-    predictor's error.
+    `keep` keeps the gradient-descent update of each context, by the context's number, to learn from it again, because
+    solving a context takes K backward passes and learning from it almost no time. Updates are kept in bfloat16, whose
+    rounding is far below the predictor's error.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MatchingLoss(nn.Module):
         return {"loss": loss.mean()}
 
     def _known(self, numbers: Sequence[int], contexts: Contexts) -> tuple[Tensor, GradientUpdate]:
-        """Pooled states and updates of contexts, which are solved when they are first met."""
+        """Return pooled states and updates of contexts; solve those that are new."""
         new = {number: context for number, context in zip(numbers, contexts, strict=True) if number not in self._kept}
         if new:
             pooled = self.update.pooled(self.decoder, list(new.values()))

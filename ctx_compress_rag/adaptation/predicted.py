@@ -32,12 +32,12 @@ _WEIGHTS_FILE = "model.safetensors"
 
 
 class PredictorConfig(PredictorSettings):
-    """The contents of a predicted update's config.json.
+    """The contents of a predictor's config.json.
 
     Attributes:
-        format: version of the format.
-        fingerprint: `weights_digest` of the decoder that it was made for; `build` fills it in. Fine-tuning the decoder
-            changes it, and so does a bundle that holds a copy of it in half precision, or a teacher.
+        format: the version of the format.
+        fingerprint: the `weights_digest` of the decoder that the predictor was made for, filled in by `build`. A
+            decoder has another digest if it is fine-tuned or has a teacher, or if a bundle holds it in half precision.
     """
 
     format: Literal[1] = 1
@@ -46,7 +46,7 @@ class PredictorConfig(PredictorSettings):
 
 @dataclass(frozen=True, eq=False)
 class PredictedUpdate(Adaptation):
-    """An update predicted from the demonstrations in one forward pass (algorithm 1, phase 2)."""
+    """A way to adapt that predicts an update from the demonstrations in one forward pass (algorithm 1, phase 2)."""
 
     base: Adapter
     predictor: UpdatePredictor
@@ -54,7 +54,7 @@ class PredictedUpdate(Adaptation):
 
     @classmethod
     def build(cls, base: Adapter, decoder: PlainDecoder, config: PredictorConfig) -> PredictedUpdate:
-        """Build one with an untrained predictor, on a base retrieval adapter for this decoder."""
+        """Make a `PredictedUpdate` with an untrained predictor, for this decoder and its base retrieval adapter."""
         dim = int(decoder.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
         made_for = config.model_copy(update={"fingerprint": decoder.weights_digest})
@@ -65,20 +65,20 @@ class PredictedUpdate(Adaptation):
             return self.base.plus(self.predict(decoder.bundle, [self.rows(decoder, demonstrations)])).row(0)
 
     def predict(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
-        """The updates for support contexts, given as rows; an adapter with a row for each context."""
+        """Return the updates for support contexts (lists of prompts), as an adapter with a row for each context."""
         update: Adapter = self.predictor(self.pooled(decoder, contexts))
         return update
 
     def pooled(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Tensor:
-        """What the predictor reads of support contexts: (contexts, dim)."""
+        """Return the vectors that the predictor reads of support contexts: (contexts, dim)."""
         return pooled_states(decoder, contexts, self.base, self.config.layer)
 
     def target(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
-        """What `predict` is trained to give: the update that gradient descent makes of each context (eq. 8)."""
+        """Return what `predict` is trained to give, the update that gradient descent makes for each context (eq. 8)."""
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
 
     def rows(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
-        """The demonstrations as the decoder reads them; a ConfigError if it was trained with another number of them."""
+        """Return demonstrations as prompts; raise a ConfigError if the predictor was trained with another number."""
         if len(demonstrations) != self.config.demonstrations:
             raise ConfigError(
                 f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
@@ -87,7 +87,7 @@ class PredictedUpdate(Adaptation):
         return rows_of(decoder, demonstrations)
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
-        """Write the predictor, and under `base/` the base adapter as a peft adapter."""
+        """Write the predictor into `folder`, and the base adapter into its folder `base/` as a peft adapter."""
         folder = Path(folder)
         self.base.save_pretrained(folder / BASE_FOLDER, decoder)
         save_file(
@@ -97,10 +97,10 @@ class PredictedUpdate(Adaptation):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, decoder: Decoder) -> PredictedUpdate:
-        """Read what `save_pretrained` wrote, for `decoder` (an LLM's is `llm.decoder`).
+        """Read what `save_pretrained` wrote, for `decoder` (for an LLM, `llm.decoder`).
 
         Raises:
-            BundleError: it is missing, damaged, or made for another decoder.
+            BundleError: the predictor is missing, damaged, or made for another decoder.
         """
         folder = Path(folder)
         try:

@@ -1,4 +1,4 @@
-"""The predictor: demonstrations -> an update of the projections in one pass (In-Context Optimization, section 5.2)."""
+"""The predictor, which maps demonstrations to an update in one pass (In-Context Optimization, section 5.2)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ctx_compress_rag.prompt import Prompt
 
 
 class UpdatePredictor(nn.Module):
-    """g_phi: a two-layer MLP encoder, and a head for each layer and projection that emits U and V.
+    """g_phi: a two-layer MLP encoder, and a head for each layer and projection that returns U and V.
 
-    The paper gives no activation (GELU here) and no scales. End tokens' states are much alike: contexts differ
-    little compared with the mean. So the encoder reads states minus their mean, divided by their spread.
-    Updates are small compared with weights: if heads had to learn their scale from torch's initial one, AdamW's
-    steps of 5e-4 would be coarse. So each head's output has a gain. `calibrate` measures all three once.
+    The paper gives no activation (GELU here) and no scales. The states of end tokens are much alike, so contexts differ
+    little compared with the mean. The encoder therefore reads states minus their mean, divided by their spread. Updates
+    are small compared with weights. If heads had to learn their scale from torch's initial one, AdamW's steps of 5e-4
+    would be coarse, so each head's output has a gain. `calibrate` measures mean, spread and gains once.
     """
 
     center: Tensor
@@ -43,7 +43,7 @@ class UpdatePredictor(nn.Module):
         self.register_buffer("gain", torch.ones(len(self.shapes)))
 
     def forward(self, pooled: Tensor) -> Adapter:
-        """Pooled hidden states (contexts, dim) -> U V^T, a row for each context: `b` is U and `a` is V^T."""
+        """Map pooled hidden states (contexts, dim) to U V^T, a row for each context; `b` is U and `a` is V^T."""
         code = self.encoder((pooled.to(self.gain.dtype) - self.center) / self.spread)
         a, b = {}, {}
         for (name, (d_in, d_out)), head, gain in zip(self.shapes.items(), self.heads, self.gain, strict=True):
@@ -54,9 +54,10 @@ class UpdatePredictor(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, pooled: Tensor, wanted: Mapping[str, Tensor]) -> None:
-        """Measure scales on some contexts, so that first updates have their targets' norms in the geometric mean.
+        """Measure mean, spread and gains on some contexts, so that first updates have about the norms of their targets.
 
-        `wanted` holds the norms of gradient descent's updates for these contexts, by projection: (contexts,).
+        The norms are equal in the geometric mean. `wanted` holds the norms of gradient descent's updates for these
+        contexts, by projection: (contexts,).
         """
         self.center.copy_(pooled.mean(dim=0))
         spread = pooled.std(dim=0, correction=0)
@@ -70,11 +71,11 @@ class UpdatePredictor(nn.Module):
 def pooled_states(
     decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, layer: int | None = None
 ) -> Tensor:
-    """Hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
+    """Return hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
 
-    The demonstrations are read by the frozen decoder with the base adapter. As in all prompts here passages come first,
-    then question and answer; the paper has the question first (appendix G). States are taken after `layer`, and later
-    layers are not run; None takes the last, after the final norm. The paper does not say which.
+    The frozen decoder reads the demonstrations with the base adapter. As in all prompts here, passages come first, then
+    question and answer; the paper has the question first (appendix G). States are taken after `layer`, and later layers
+    are not run. None takes the last layer, after the final norm. The paper does not name the layer.
     """
     rows = [row for context in contexts for row in context]
     batch = splice(decoder.backbone.embeddings, rows)
@@ -89,7 +90,7 @@ class _Reached(Exception):
 
 
 def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> Tensor:
-    """States of every position (rows, length, dim)."""
+    """Return the states of every position: (rows, length, dim)."""
     if layer is None:
         states: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
         return states

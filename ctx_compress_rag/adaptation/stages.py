@@ -1,4 +1,4 @@
-"""Stages that train the base retrieval adapter or an update predictor; the decoder stays frozen."""
+"""The stages that train the base retrieval adapter and the update predictor. The decoder stays frozen."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CALIBRATED = 16  # contexts to measure a predictor's scales on
 
 
 def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> Decoder:
-    """Load the recipe's decoder."""
+    """Load the recipe's decoder; None as `device` means this training process's device."""
     device = device or training_device()
     if recipe.decoder is not None:
         return Decoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
@@ -49,7 +49,7 @@ def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = N
 
 
 def load_tasks(recipe: AdaptationRecipe, decoder: Decoder) -> Tasks:
-    """The recipe's training tasks, without the questions of its held-out files."""
+    """Return the recipe's training tasks, without the questions of its held-out files."""
     tasks = file_tasks(recipe.data.files, recipe.data, decoder)
     held_out = HeldOut(example for file in recipe.data.held_out for example in read_jsonl(file))
     tasks.examples = {name: held_out.without(rows, name, passages=False) for name, rows in tasks.examples.items()}
@@ -57,14 +57,14 @@ def load_tasks(recipe: AdaptationRecipe, decoder: Decoder) -> Tasks:
 
 
 def file_tasks(files: Sequence[Path], data: TaskData, decoder: Decoder) -> Tasks:
-    """Files as tasks, with passages and answers cut as `data` says."""
+    """Return files as tasks, with passages and answers cut as `data` says."""
     builder = PromptBuilder(decoder.bundle.tokenizer)
     return Tasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
 
 
 @dataclass
 class Batches:
-    """Makes the objectives' batches: numbers of episodes -> the episodes as rows that the decoder reads."""
+    """A maker of batches for the losses: numbers of episodes become those episodes' prompts."""
 
     decoder: Decoder
     tasks: Tasks
@@ -87,7 +87,7 @@ class Batches:
 
 
 def batches_of(recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> Batches:
-    """What a recipe's training reads."""
+    """Return the maker of a recipe's batches, whose episodes have this number of demonstrations."""
     return Batches(decoder, load_tasks(recipe, decoder), demonstrations, recipe.seed)
 
 
@@ -98,13 +98,13 @@ def job(
     collate: Collate,
     save: Callable[[str | None], None],
 ) -> Job:
-    """A job whose report identifies the decoder; `save` is called with the decoder's hub id or path."""
+    """Return a job whose report identifies the decoder; `save` is called with the decoder's hub id or path."""
     about = {"fingerprint": decoder.fingerprint}
     return Job(objective, numbers, collate, lambda report: save(decoder.decoder_name), about)
 
 
 def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
-    """The job that trains the base retrieval adapter."""
+    """Make the job that trains the base retrieval adapter."""
     decoder = open_decoder(recipe)
     trained = RetrievalAdapterLoss(decoder.bundle, recipe.rank, recipe.alpha)
     batches = batches_of(recipe, decoder)
@@ -118,7 +118,7 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
 
 
 def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> Job:
-    """The job that trains an update predictor; `objective` is the loss, by default `MatchingLoss`."""
+    """Make the job that trains an update predictor; `objective` makes the loss, by default a `MatchingLoss`."""
     decoder = open_decoder(recipe)
     bundle, batches = decoder.bundle, batches_of(recipe, decoder, recipe.demonstrations)
     base = Adapter.from_pretrained(recipe.base, bundle.backbone.model)
@@ -139,7 +139,7 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective |
 
 
 def passes(size: int, count: int, seed: int) -> list[int]:
-    """`count` numbers below `size`: all of them repeatedly, each time in another random order."""
+    """Return `count` numbers below `size`: all of them again and again, each time in another random order."""
     numbers: list[int] = []
     while len(numbers) < count:
         numbers += random.Random(f"{seed}:{len(numbers)}").sample(range(size), size)

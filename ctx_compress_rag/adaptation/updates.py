@@ -1,4 +1,4 @@
-"""The update of gradient descent (In-Context Optimization, section 5.1, eq. 8), and the loss to compare updates."""
+"""The update of gradient descent (In-Context Optimization, section 5.1, eq. 8), and the loss that compares updates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ctx_compress_rag.prompt import Prompt
 
 @dataclass(frozen=True, eq=False)
 class GradientUpdate:
-    """How far gradient descent has moved the factors of `base`, W0: (contexts, rank, d_in), (contexts, d_out, rank)."""
+    """How far gradient descent moved the factors of `base`, W0: (contexts, rank, d_in) and (contexts, d_out, rank)."""
 
     base: Adapter
     a: dict[str, Tensor]
@@ -32,7 +32,7 @@ class GradientUpdate:
         )
 
     def change(self) -> Adapter:
-        """The change of each projection's weight, W^(K) - W0: eq. 8's update, at twice the base's rank.
+        """Return the change of each projection's weight, W^(K) - W0, which is eq. 8's update, at twice the base's rank.
 
         The steps move the factors, and the product moves by
             s (b + db)(a + da) - s b a = s [db, b] @ [a + da; da].
@@ -47,9 +47,9 @@ class GradientUpdate:
 
 
 def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], adapter: Adapter | None) -> Tensor:
-    """Mean cross-entropy of each context's answer tokens given questions and passages: (contexts,).
+    """Return the mean cross-entropy of each context's answer tokens, given questions and passages: (contexts,).
 
-    An `adapter` with rows has one for each context.
+    An `adapter` with rows has a row for each context. None is no adapter.
     """
     rows = [row for context in contexts for row in context]
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
@@ -67,10 +67,10 @@ def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], a
 def sgd(
     decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, steps: int, learning_rate: float
 ) -> GradientUpdate:
-    """K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
+    """Return the update of K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
 
-    Gradients are taken with respect to the adapter's factors alone (appendix G). Contexts share forward passes
-    but have their own factors, so they do not affect each other.
+    Gradients are taken with respect to the adapter's factors alone (appendix G). Contexts share forward passes but have
+    their own factors, so they do not affect each other.
 
     Returns: the change of the factors, detached, a row for each context.
     """
@@ -92,31 +92,30 @@ def sgd(
 
 
 def inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
-    """Frobenius inner products of two changes, by projection: (rows,).
+    """Return the Frobenius inner products of two changes, by projection: (rows,).
 
-    <b a, b' a'> = sum((b^T b') * (a a'^T)): no d x d matrix is formed.
+    <b a, b' a'> = sum((b^T b') * (a a'^T)), so that no d x d matrix is formed.
     """
     scale = one.scale * other.scale
     return {n: scale * ((one.b[n].mT @ other.b[n]) * (one.a[n] @ other.a[n].mT)).sum(dim=(-2, -1)) for n in one.a}
 
 
 def norms(adapter: Adapter) -> dict[str, Tensor]:
-    """Frobenius norms of a change, by projection: (rows,); never zero, so that they can be divided by."""
+    """Return the Frobenius norms of a change, by projection: (rows,); never zero, so that they can be divided by."""
     products = inner_products(adapter, adapter)
     return {n: product.clamp(min=torch.finfo(product.dtype).tiny).sqrt() for n, product in products.items()}
 
 
 def matching_loss(predicted: Adapter, target: Adapter, magnitude_weight: float = 0.1) -> Tensor:
-    """1 - cosine + lambda |log of the ratio of norms|, summed over layers and projections (eq. 9): (contexts,).
+    """Return 1 - cosine + lambda |log of the ratio of norms|, summed over layers and projections (eq. 9): (contexts,).
 
-    This compares changes of the projections' weights, d_out x d_in, not of the factors. The paper defines
-    both sides so: the prediction is U V^T in R^(d x d), the target W^(K) - W0. Comparing factors would not
-    work: b R and R^-1 a are the same adapter for every invertible R, so the distance between factors depends
-    on the R that training happened to find, and a target of factors' changes says nothing about the update
-    applied. The target's rank is twice the prediction's; the predictor should find the target's best
-    approximation at the adapter's own rank.
+    Compared are the changes of the projections' weights, d_out x d_in, and not those of the factors. The paper defines
+    both sides so: the prediction is U V^T in R^(d x d), the target W^(K) - W0. Comparing factors would not work. b R
+    and R^-1 a are the same adapter for every invertible R, so the distance between factors depends on the R that
+    training happened to find, and a target of factors' changes says nothing about the update applied. The target's rank
+    is twice the prediction's; the predictor should find the target's best approximation at the adapter's own rank.
 
-    Both have a row for each context; `magnitude_weight` is lambda.
+    Both adapters have a row for each context. `magnitude_weight` is lambda.
     """
     products, own, wanted = inner_products(predicted, target), norms(predicted), norms(target)
     terms = [

@@ -41,7 +41,7 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pinned
-from ctx_compress_rag.models.loading import open_decoder, said_on_terminals
+from ctx_compress_rag.models.loading import open_decoder, progress_line
 from ctx_compress_rag.soft_context import SoftContext, check_window
 from ctx_compress_rag.strict import as_int
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -121,7 +121,7 @@ class Bundle(PlainDecoder):
             ConfigError: the bundle's config has unknown or impossible values, or `quantization_config` is given but
                 the method needs a copy of the decoder.
         """
-        with said_on_terminals(f"opening the bundle {name_or_path}"):
+        with progress_line(f"opening the bundle {name_or_path}"):
             folder = find_bundle(name_or_path, revision)
             config = read_config(folder / CONFIG_FILE, changes)
             check_files(folder)

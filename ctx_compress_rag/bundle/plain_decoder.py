@@ -11,7 +11,7 @@ import torch
 from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.models.identity import weights_digest
+from ctx_compress_rag.models.identity import decoder_weights_digest
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
@@ -58,7 +58,7 @@ class PlainDecoder(ProcessBound):
     @property
     def weights_digest(self) -> str:
         """64 hex digits that identify the decoder's weights, by a sample of each tensor, with the teacher's adapter."""
-        return weights_digest(self.backbone.model, TEACHER)
+        return decoder_weights_digest(self.backbone.model, TEACHER)
 
     @property
     def fingerprint(self) -> str:

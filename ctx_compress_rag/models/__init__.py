@@ -1,1 +1,1 @@
-"""A decoder with adapters, and a sentence encoder: load, identify, run."""
+"""Load, identify and run two kinds of models: a decoder with LoRA adapters, and a sentence encoder."""

@@ -21,19 +21,19 @@ PEFT_PREFIX = "base_model.model."
 
 
 def name_without_peft(name: str) -> str:
-    """A parameter's name without what peft adds to it: once for a layer, twice for experts."""
+    """Return a parameter's name without the parts that peft adds: one for a layer, two for a mixture of experts."""
     return name.replace("base_layer.", "")
 
 
 class Backbone:
-    """A decoder and its adapters. One thread at a time runs it, with the adapter that the thread chose.
+    """A decoder, its tokenizer and LoRA adapters. One thread at a time runs it, with the adapter that the thread chose.
 
-    The `model` is the transformers causal LM, or one that is loaded when something first needs it.
+    The argument `model` is a transformers causal LM, or an `UnloadedModel`, which is loaded when it is first needed.
 
     Attributes:
-        tokenizer: its tokenizer.
-        adapters: names of the adapters.
-        lock: held by the thread that is inside `use`. Do not wait there for a thread that needs the model: deadlock.
+        tokenizer: the decoder's tokenizer.
+        adapters: the names of the adapters.
+        lock: held by the thread that is inside `use`. There, waiting for a thread that needs the model is a deadlock.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -51,7 +51,7 @@ class Backbone:
 
     @property
     def model(self) -> Any:
-        """The transformers causal LM, its own weights frozen; BundleError if it is to be loaded now and cannot be."""
+        """Return the transformers causal LM, its own weights frozen; raise a BundleError if it cannot be loaded."""
         if not self.loaded:
             with self.lock, torch.inference_mode(False):  # the caller's mode must not make its weights untrainable
                 unloaded = self._model
@@ -67,7 +67,7 @@ class Backbone:
         return self._model
 
     def when_loaded(self, change: Callable[[], None]) -> None:
-        """Change the model: now if it is in memory, else as soon as it is."""
+        """Call `change`, which changes the model: now if the model is in memory, else as soon as it is loaded."""
         if self.loaded:
             change()
         else:
@@ -91,7 +91,7 @@ class Backbone:
 
     @property
     def commit(self) -> str:
-        """The commit on the hub that the model was loaded from, or ""."""
+        """Return the commit on the hub that the model was loaded from, or "" if it is not from the hub."""
         return commit(self.config)
 
     @property
@@ -100,7 +100,7 @@ class Backbone:
 
     @property
     def window(self) -> int | None:
-        """Most positions of prompt and answer together; None if the model has no limit."""
+        """Return the most positions that prompt and answer may take together; None if the model has no limit."""
         window: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return window
 
@@ -109,7 +109,7 @@ class Backbone:
         return self.model.get_input_embeddings()
 
     def copy_model(self) -> Any:
-        """Make a frozen copy of the causal LM, without adapters; it shares the input embeddings."""
+        """Return a frozen copy of the causal LM, without adapters, that shares the input embeddings."""
         model = type(self.model)(self.model.config)
         model.load_state_dict(self.own_state(), strict=False)
         model.generation_config = self.model.generation_config
@@ -119,7 +119,7 @@ class Backbone:
         return model.eval().requires_grad_(False)
 
     def add_adapter(self, name: str, config: Callable[[], Any]) -> None:
-        """Add LoRA adapter `name`, frozen and inactive; `config` makes its peft LoraConfig."""
+        """Add a LoRA adapter, frozen and inactive, under `name`; `config` returns its peft LoraConfig."""
         self.adapters.add(name)
         self.when_loaded(lambda: self._inject(name, config()))
 
@@ -135,7 +135,7 @@ class Backbone:
         self._activate(self._active)
 
     def train_adapter(self, name: str) -> list[nn.Parameter]:
-        """Make adapter `name` trainable; returns its parameters."""
+        """Make the adapter `name` trainable, and return its parameters."""
         parameters = [p for n, p in self.model.named_parameters() if f".{name}." in n and "lora_" in n]
         for parameter in parameters:
             # peft gives adapters the decoder's precision; bfloat16 would lose most of a small step.
@@ -146,7 +146,7 @@ class Backbone:
 
     @contextmanager
     def use(self, adapter: str | None) -> Iterator[Any]:
-        """Lock the model for this thread, with `adapter` active (None: no adapter)."""
+        """Yield the model, locked for this thread within the context, with `adapter` active (None means no adapter)."""
         if adapter is not None and adapter not in self.adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self.adapters)}")
         with self.lock:
@@ -174,9 +174,9 @@ class Backbone:
             parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))
 
     def embedding_rms(self) -> float:
-        """Root mean square of the decoder's input embeddings, as its embedding layer returns them.
+        """Return the root mean square of the decoder's input embeddings, as its embedding layer returns them.
 
-        Taken from the layer's output, not its weight, because Gemma's embedding layers scale their output.
+        The layer's output is measured and not its weight, because Gemma's embedding layers scale their output.
         """
         ids = torch.arange(min(self.embeddings.num_embeddings, 4096), device=self.device)
         with torch.no_grad():
@@ -187,7 +187,7 @@ class Backbone:
         return getattr(self._model, "hf_quantizer", None) is not None
 
     def own_state(self) -> dict[str, Tensor]:
-        """The decoder's own weights by transformers' names, each once; raises a ConfigError if they are quantized."""
+        """Return the decoder's own weights by transformers' names, each once; raise a ConfigError if quantized."""
         if self.quantized:
             raise ConfigError("the decoder's weights are quantized: load the bundle without quantization_config")
         state: dict[str, Tensor] = {}
@@ -203,7 +203,7 @@ class Backbone:
                     parameter.copy_(state[name_without_peft(name)])
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
-        """Adapter `name`'s weights by the names that peft's files use."""
+        """Return the weights of the adapter `name`, by the names that peft's files use."""
         from peft import get_peft_model_state_dict
 
         # Adapters never contain embeddings here; by default, peft would ask the hub whether they might.
@@ -211,7 +211,7 @@ class Backbone:
         return {f"{PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
 
     def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Load what `adapter_state` returned; raises a BundleError if keys or shapes differ."""
+        """Load what `adapter_state` returned; raise a BundleError if names or shapes differ."""
         from peft import set_peft_model_state_dict
 
         expected = self.adapter_state(name)
@@ -228,12 +228,12 @@ class Backbone:
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
 
     def save_adapter_config(self, name: str, folder: Path) -> None:
-        """Write adapter `name`'s adapter_config.json, so that the folder is an ordinary peft adapter."""
+        """Write the adapter's adapter_config.json into `folder`, so that the folder is an ordinary peft adapter."""
         self.model.peft_config[name].save_pretrained(str(folder))
 
 
 def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
-    """The list of the `count` layers of a decoder without its head, whatever the architecture calls it."""
+    """Return the list of the `count` layers of a decoder without its head, whatever the architecture calls it."""
     for child in trunk.children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child

@@ -7,10 +7,10 @@ from collections import deque
 
 
 class FairLock:
-    """A fair reentrant lock.
+    """A fair lock, which a thread that holds it may take again.
 
-    A thread that repeatedly takes an ordinary lock, as a busy decoder does, gets it back before waiting threads. Here
-    it comes after them, and it can ask whether any thread is waiting.
+    A thread that takes an ordinary lock again and again, as a busy decoder does, gets the lock before the threads that
+    wait. A fair lock goes to the waiting threads first, and its owner can ask whether any thread waits.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Decoders in GGUF files: find one, identify it, and load it as an ordinary transformers model."""
+"""Decoders in GGUF files: find such a file, identify it, and load it as an ordinary transformers model."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _MAGIC = b"GGUF"
 
 
 class GgufDecoder(Strict):
-    """A decoder in a GGUF file: `file` in an installed `package` or a hub `repo`, in `parts`, or a `path`.
+    """The place of a decoder's GGUF file: an installed `package`, several packages (`parts`), a hub `repo` or a `path`.
 
     Attributes:
-        package: an installed distribution, by its pip name; it is not imported.
-        parts: installed distributions that have a piece of `file` each, in order; joined into the cache on first use.
-        repo: a hub repository; a bundle's or recipe's `revision` refers to it.
+        package: an installed distribution, by its pip name. It is not imported.
+        parts: installed distributions with one piece of `file` each, in order, joined in the cache on first use.
+        repo: a hub repository, at the `revision` of the bundle or recipe.
         file: the file's name in the package or repository, with its folders where needed.
         path: the file's path.
-        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because they fit a file's
+        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because it identifies the file's
             content wherever the file is.
     """
 
@@ -58,7 +58,7 @@ class GgufDecoder(Strict):
 
 
 def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
-    """Find a decoder's file, maybe on the hub; BundleError if it is missing, not GGUF, or has another SHA-256."""
+    """Return the path of a decoder's file; raise a BundleError if it is missing, not GGUF, or has another SHA-256."""
     if decoder.path is not None:
         file = Path(decoder.path)
     elif decoder.package is not None:
@@ -81,17 +81,17 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
 
 
 def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
-    """The same decoder with its file's SHA-256; raises as `gguf_file` does."""
+    """Return the same decoder with the SHA-256 of its file; raise what `gguf_file` raises."""
     if decoder.sha256 is not None:
         return decoder
     return decoder.model_copy(update={"sha256": sha256(gguf_file(decoder, revision))})
 
 
 def open_gguf(file: Path) -> tuple[Any, Any, Callable[[], Any]]:
-    """The decoder of a GGUF file: its transformers config, its tokenizer, and what loads its causal LM in float32.
+    """Return a GGUF file's transformers config and tokenizer, and a function that loads the causal LM in float32.
 
-    The causal LM is an ordinary model: it can be trained, take adapters and be saved. transformers unpacks slowly, so
-    the result is kept in the hub's cache of assets (4 bytes a weight), for each version of transformers.
+    The causal LM is an ordinary model, which can be trained, take adapters and be saved. transformers unpacks slowly,
+    so the result is kept in the hub's cache of assets (4 bytes a weight), for each version of transformers.
     """
     import transformers
     from huggingface_hub import cached_assets_path
@@ -158,7 +158,7 @@ def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _in_package(package: str, file: str) -> Path:
-    """Find a file of an installed package without importing it."""
+    """Find a file of an installed package without importing the package."""
     try:
         listed = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:

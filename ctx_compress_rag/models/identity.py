@@ -1,7 +1,7 @@
 """What identifies a decoder: config, tokenizer, chat template and, if it is in a folder, its weights.
 
-Read from files, not from the objects in memory: another version of transformers would fill in other
-defaults, and a store would no longer recognize its bundle.
+They are read from files and not from the objects in memory, because another version of transformers would fill in other
+defaults, and a store would then refuse its own bundle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PASSING = {
 
 
 def files_digest(folder: Path) -> str:
-    """SHA-256 of config, generation config, tokenizer and chat template in a decoder's folder: 64 hex digits."""
+    """Return the SHA-256 of configs, tokenizer and chat template in a decoder's folder: 64 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix not in _SUFFIXES or path.name.endswith(_OF_WEIGHTS) or path.name.startswith("README"):
@@ -41,7 +41,7 @@ def files_digest(folder: Path) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 of `files_digest` and of the weight files: 64 hex digits."""
+    """Return the SHA-256 of `files_digest` and of the weight files in a decoder's folder: 64 hex digits."""
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     files = [f"{path.name} {sha256(path)}" for path in weights]
     return hashlib.sha256(" ".join([files_digest(folder), *files]).encode()).hexdigest()
@@ -53,10 +53,10 @@ def digest_in_memory(model: Any, tokenizer: Any) -> str:
         return files_digest(Path(folder))
 
 
-def weights_digest(model: Any, adapter: str) -> str:
-    """SHA-256 of a sample of each weight, and of `adapter`'s if the model has it: 64 hex digits.
+def decoder_weights_digest(model: Any, adapter: str) -> str:
+    """Return the SHA-256 of a sample of each weight, of the model and of `adapter` if the model has it: 64 hex digits.
 
-    In bfloat16, so that it does not depend on the dtype that a file is loaded in.
+    The sample is in bfloat16, so that the result does not depend on the dtype that the model is loaded in.
     """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
@@ -83,7 +83,7 @@ def _canonical(path: Path, content: bytes) -> bytes:
 
 
 def sha256(file: Path) -> str:
-    """A file's SHA-256 in 64 hex digits, cached until its size or modification time changes."""
+    """Return a file's SHA-256 in 64 hex digits, cached until the file's size or modification time changes."""
     status = file.stat()
     return _sha256(file.resolve(), status.st_size, status.st_mtime_ns)
 

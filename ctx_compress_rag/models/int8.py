@@ -1,4 +1,4 @@
-"""Weights in 8 bits: each row of a matrix as integers from -127 to 127 and one scale."""
+"""Weights in 8 bits: each row of a matrix is stored as integers from -127 to 127 and one scale."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LARGEST_ERROR = 0.02  # relative, of the whole matrix; normally distributed row
 def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert matrices to int8 with a float16 scale for each row, and everything else to float16.
 
-    The largest entry of a row becomes 127 (or -127), and no entry moves by more than half a step of its row.
-    A matrix that moves by more than 2 % in all stays in float16, such as one near the identity, whose small
-    entries are less than a step.
+    The largest entry of a row becomes 127 or -127, and no entry moves by more than half a step of its row. A matrix
+    that moves by more than 2% in all stays in float16. An example is a matrix near the identity, whose small entries
+    are less than a step.
     """
     stored: dict[str, Tensor] = {}
     for name, value in state.items():

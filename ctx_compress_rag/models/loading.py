@@ -1,4 +1,4 @@
-"""Loading a decoder: a transformers folder, the hub or a GGUF file; in place, in a dtype, quantized."""
+"""Load a decoder from a transformers folder, the hub or a GGUF file, onto a device, in a dtype, perhaps quantized."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class UnloadedModel:
     """A causal LM that is not in memory.
 
     Attributes:
-        config: its transformers config.
-        generation_config: its own settings for generation.
-        device: where it will be.
-        dtype: its weights'.
-        load: loads it in eval mode, its parameters frozen; raises BundleError.
+        config: the model's transformers config.
+        generation_config: the model's own settings for generation.
+        device: where the model will be.
+        dtype: the dtype that its weights will have.
+        load: a function that loads the model in eval mode with frozen parameters, and raises a BundleError if it
+            cannot.
     """
 
     config: Any
@@ -44,7 +45,7 @@ class UnloadedModel:
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """Choose the device (default: CUDA, else MPS, else the CPU) and dtype: bfloat16 on CUDA, float32 elsewhere."""
+    """Return the device (None means CUDA, else MPS, else CPU) and its dtype: bfloat16 on CUDA, float32 elsewhere."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -67,16 +68,16 @@ def open_decoder(
     device_map: str | Mapping[str, Any] | None = None,
     quantization_config: Any = None,
 ) -> tuple[UnloadedModel, Any]:
-    """Open a causal LM and its tokenizer in a folder or on the hub: only safetensors or GGUF, never pickle or code.
+    """Open a causal LM and its tokenizer in a folder or on the hub, from safetensors or GGUF, never pickle or code.
 
-    The options are those of `Bundle.from_pretrained`; `subfolder` is where the decoder is in the folder or repository.
+    The options are those of `Bundle.from_pretrained`. `subfolder` is the decoder's place in the folder or repository.
 
-    Returns: the model, not yet loaded, and the tokenizer, padding on the left.
+    Returns: the model, not yet loaded, and the tokenizer, which pads on the left.
 
     Raises:
-        ConfigError: an option is impossible, or impossible here.
-        BundleError: the decoder cannot be loaded; the message names it.
-        MissingExtraError: the decoder is a GGUF file, and a package that reads those is not installed.
+        ConfigError: an option is impossible, or impossible on this machine.
+        BundleError: the decoder cannot be loaded. The message names it.
+        MissingExtraError: the decoder is a GGUF file, and a package that reads such files is not installed.
     """
     if device is not None and device_map is not None:
         raise ConfigError(f"device={str(device)!r} and device_map={device_map!r}: give one of them")
@@ -101,7 +102,7 @@ def open_decoder(
     tokenizer.padding_side = "left"
 
     def loaded() -> Any:
-        with _errors_named(name), said_on_terminals(f"loading the decoder {name}"):
+        with _errors_named(name), progress_line(f"loading the decoder {name}"):
             model = load()
         logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
         return (model if placed else model.to(chosen)).eval().requires_grad_(False)
@@ -120,14 +121,14 @@ def load_decoder(
     return model.load(), tokenizer
 
 
-def said_on_terminals(what: str) -> tqdm:
-    """A line on stderr until it is closed, or the block ends, if stderr is a terminal."""
+def progress_line(what: str) -> tqdm:
+    """Show a line on stderr, if it is a terminal, until the returned object is closed or its `with` block ends."""
     return tqdm(desc=what, bar_format="{desc} ...", leave=False, disable=None)
 
 
 @contextmanager
 def _errors_named(name: str | Path | GgufDecoder) -> Iterator[None]:
-    """Raise whatever transformers raises (OSError, ValueError, SafetensorError, ...) as a BundleError."""
+    """Turn whatever transformers raises (OSError, ValueError, SafetensorError, ...) into a BundleError."""
     try:
         yield
     except CtxCompressError:
@@ -150,7 +151,7 @@ def _dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def _where(name: str | Path, revision: str | None, subfolder: str) -> tuple[str | Path, dict[str, Any]]:
-    """A transformers folder, here or on the hub, and transformers' arguments for it."""
+    """Return a transformers folder, here or on the hub, and transformers' arguments for it."""
     if (isinstance(name, Path) or _is_path(name)) and not Path(name).is_dir():  # transformers calls it a bad hub id
         raise ValueError("there is no such folder")
     if subfolder and Path(name).is_dir():
@@ -220,7 +221,7 @@ def _from_int8(file: Path, dtype: torch.dtype) -> Any:
 
 
 def weights_as(model: Any, dtype: torch.dtype) -> Any:
-    """Convert weights, but no buffers, to `dtype`: bfloat16 would shift the frequencies of rotary positions."""
+    """Convert a model's weights to `dtype`, but not its buffers, because bfloat16 would shift rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

