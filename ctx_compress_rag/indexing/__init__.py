@@ -1,4 +1,4 @@
-"""What the commands run: from files to an index, questions about it, and the demo."""
+"""Build an index from files, retrieve passages from it for questions, and run the demo."""
 
 DEFAULT_BUNDLE = "smollm2-135m"
 """The shipped bundle that reads English."""

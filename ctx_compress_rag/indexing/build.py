@@ -1,4 +1,4 @@
-"""From texts to an index: what `ctx-compress index` does."""
+"""Build or update an index from texts, as `ctx-compress index` does."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ctx_compress_rag.store.passage import passages_in
 logger = logging.getLogger(__name__)
 
 _CHECKED = 200
-"""How many records are looked at for damage, or another key; reading meets what is damaged beside them."""
+"""How many random records are checked for damage or another key. Damage of others shows when they are read."""
 
 
 @dataclass(frozen=True)
 class IndexReport:
-    """What `update_index` did: numbers of passages, but for the first and the last."""
+    """What `update_index` did. The fields from `added` to `vanished` are numbers of passages."""
 
     files: int  # files or rows with text
     added: int
@@ -38,12 +38,12 @@ class IndexReport:
     replaced: int  # removed because their file's text changed
     pruned: int  # removed because their file was deleted
     vanished: int  # kept although their file was deleted, since `prune` was not set
-    # Folders that no longer exist, but half of whose files are in the one indexed now: theirs count as deleted files'.
+    # Folders that no longer exist, with half of their files in the indexed folder: their passages count as deleted.
     moved: tuple[str, ...] = ()
 
 
 class _Cut:
-    """Iterates lazily over the passages of an input, and keeps their ids and sources, but no texts."""
+    """The passages of an input, cut one by one while it is iterated over. Their ids and sources are kept, no texts."""
 
     def __init__(self, given: Input, index: PassageIndex, chunk_tokens: int) -> None:
         self.root = as_text(str(given.path.resolve()))
@@ -75,7 +75,7 @@ class _Cut:
             self.bytes = end
 
     def moved(self) -> dict[str, dict[str, str]]:
-        """The folders that this one seems to have been, with the sources of their passages."""
+        """Return the earlier names that this folder seems to have had, each with its passages' sources by id."""
         return {
             root: sources
             for root, sources in self.elsewhere.items()
@@ -91,19 +91,19 @@ def update_index(
     prune: bool = False,
     repair: bool = False,
 ) -> IndexReport:
-    """Bring an index up to date with a folder or file; only new and changed passages are compressed.
+    """Update an index from a folder or file, and return what was done. Only new and changed passages are compressed.
 
     Texts are cut, embedded, compressed and written batch by batch, so memory holds at most one file's text and some
     hundred passages, besides the ids. After an interruption, the same call resumes with what is missing.
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
-    are removed only with `prune`, and only if they came from this folder; those of a file that exists but cannot be
-    read stay. A row of JSONL counts as a file. Passages that the bundle reads badly are warned of.
+    are removed only with `prune`, and only if they came from this folder. Passages of a file that exists but cannot be
+    read stay. A row of JSONL counts as a file. A warning tells of passages that the bundle reads badly.
 
     Args:
         chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
-        prune: remove the passages of deleted files, and those of folders that this one was before it was renamed.
-        repair: first read every record, and compress those that are damaged again.
+        prune: whether to remove the passages of deleted files, also those indexed under an earlier name of the folder.
+        repair: whether to check every record first, not only some, and compress damaged ones again.
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
@@ -147,9 +147,9 @@ def compress_collection(
     device: str | None = None,
     dtype: str | None = None,
 ) -> AddReport:
-    """Compress the texts of an app's own Chroma collection into soft contexts beside it; StoreError if there is none.
+    """Compress the texts of the app's Chroma collection `name` into soft contexts beside it; StoreError without it.
 
-    Soft contexts of deleted passages stay; `SoftContextStore.sync` removes them, too.
+    Soft contexts of passages that the app deleted stay; `SoftContextStore.sync` removes them, too.
     """
     check_there(folder)
     client = chromadb.PersistentClient(str(folder))

@@ -42,14 +42,13 @@ _SEAM = 2
 
 
 def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:
-    """Cut a text into passages, in order; only white space between passages is dropped.
+    """Yield the passages of a text, in order. Only white space between passages is dropped.
 
-    Paragraphs are packed together as long as they fit. A paragraph that is too long by itself is cut at sentences, a
-    sentence at spaces, a word between characters. Each part of a long Markdown table begins with its first two rows.
+    Paragraphs are joined as long as they fit. A paragraph that is too long by itself is cut at sentences, a sentence at
+    spaces, a word between characters. Each part of a long Markdown table begins with the table's first two rows.
 
-    A passage has at most `max_tokens` of the decoder's (8 or more), not counting special ones. In Markdown, a passage
-    begins at each heading, with the text below; headings that follow each other stay together, and the cells of tables
-    lose their padding.
+    A passage has at most `max_tokens` tokens of the decoder (8 or more), special tokens not counted. In Markdown, a
+    passage begins at each heading. Headings that follow each other stay together, and table cells lose their padding.
     """
 
     def count(part: str) -> int:
@@ -70,7 +69,7 @@ def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False)
 
 
 def _cut(text: str, count: Callable[[str], int], most: int, level: int) -> Iterator[str]:
-    """Parts of at most so many tokens, cut at the breaks of a level; between those, at the breaks of the next."""
+    """Yield parts of at most `most` tokens, cut at the breaks of a level, and longer ones at the next level's."""
     ends = [0, *(found.end() for found in _BREAKS[level].finditer(text)), len(text)]
     start, last = 0, len(ends) - 1
     while start < last:
@@ -89,7 +88,7 @@ def _cut(text: str, count: Callable[[str], int], most: int, level: int) -> Itera
 
 
 def _fitting(text: str, ends: list[int], start: int, count: Callable[[str], int], most: int) -> int:
-    """How many pieces of the text, each to the next of its ends, have at most so many tokens together."""
+    """Return how many pieces of the text, from piece `start` on, have at most `most` tokens together."""
 
     def too_long(number: int) -> bool:
         return count(_stripped(text[ends[start] : ends[start + number]])) > most
@@ -104,7 +103,7 @@ def _fitting(text: str, ends: list[int], start: int, count: Callable[[str], int]
 def _below(
     head: str, text: str, count: Callable[[str], int], most: int, level: int, *, repeat: bool = False
 ) -> Iterator[str]:
-    """The parts of a text, the first (all, if it repeats) below a head, unless that takes half of the tokens."""
+    """Yield the parts of a text, the first (with `repeat`, each) below a head, unless that takes half of the tokens."""
     room = most - count(head) - _SEAM if head else most
     if room < most // 2:
         yield from _cut(head + text, count, most, _PARAGRAPHS + 1 if repeat else _PARAGRAPHS)

@@ -1,7 +1,7 @@
-"""The process that converts documents to Markdown, so that limits of time and memory hold for it alone.
+"""A process that converts documents to Markdown, so that limits of time and memory apply to this process alone.
 
-Its argument is how many bytes of address space it may have. It says "ready", then reads paths, each with seconds, and
-answers with `text` and what the text lacks, or with an `error`; all as JSON, one a line.
+The argument is the limit of its address space in bytes. The process writes "ready", then reads paths, each with a limit
+in seconds, and answers each with `text` and `lacks`, or with `error`. Everything is JSON, one value in a line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_GLYPHS = 0.1
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A document's text, and what it lacks; or why it cannot be read."""
+    """Return a document's `text` and what it `lacks` of the document, or the `error` why it cannot be read."""
     from markitdown import StreamInfo, converters
 
     suffix = path.suffix.lower()
@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _unread_parts(path: Path, text: str) -> list[str]:
-    """What a Word file holds besides the text."""
+    """Return the kinds of content of a Word file that its text lacks."""
     with ZipFile(path) as packed:
         with_text = [name for name in packed.namelist() if name.endswith(".xml") and b"<w:t" in packed.read(name)]
         body = packed.read("word/document.xml").decode(errors="replace")

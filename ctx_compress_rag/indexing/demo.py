@@ -1,4 +1,4 @@
-"""What `ctx-compress demo` does: index a small corpus, answer a dozen questions, compare."""
+"""Index a small corpus, answer a dozen questions and compare, as `ctx-compress demo` does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class DemoSystem:
-    """A way to give the decoder its context, and its results."""
+    """One kind of context for the decoder (full text, soft context or none), and the results of the demo with it."""
 
     label: str
     ratio: int | None  # how many times shorter the passages become
@@ -48,7 +48,7 @@ class DemoSystem:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo found."""
+    """The results of the demo, one system for each kind of context."""
 
     stored: AddReport
     retrieved: int  # for how many of the questions retrieval found the passage needed
@@ -57,7 +57,7 @@ class DemoReport:
 
 
 def run_demo(folder: str | Path, bundle: str | None = None) -> DemoReport:
-    """Index the demo's corpus in a folder, if it is not there, and ask its questions with each kind of context."""
+    """Index the demo's corpus in a folder, if not done before, and answer its questions with each kind of context."""
     corpus = wikipedia_corpus()
     with open_index(folder, bundle, create=True) as index:
         parts = list(tqdm(index.add(corpus.passages), desc="indexing", unit=" batches"))
@@ -133,7 +133,7 @@ def _tables(corpus: Corpus, systems: Sequence[DemoSystem], hits: list[list[Hit]]
 
 
 def _table(header: list[str], rows: list[list[str]], widest: list[int]) -> str:
-    """Columns as wide as their longest cell, cells cut at the column's `widest`."""
+    """Return a table as text, with cells cut to `widest` characters, by column, and columns as wide as needed."""
     cut = [[c if len(c) <= most else f"{c[: most - 1]}…" for c, most in zip(row, widest, strict=True)] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cut, strict=True)]
     lines = [header, ["-" * width for width in widths], *cut]

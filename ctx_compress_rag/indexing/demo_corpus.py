@@ -1,4 +1,4 @@
-"""The demo's small corpus, with questions: paragraphs of Wikipedia."""
+"""The demo's small corpus (paragraphs of Wikipedia) and its questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LICENSE = "Wikipedia's authors, as chosen for XQuAD, CC BY-SA 4.0"
 
 @dataclass(frozen=True)
 class DemoQuestion:
-    """A question, its accepted answers, and the id of the passage that it needs."""
+    """A question, its accepted answers, and the id of the passage that answers it (`needs`)."""
 
     text: str
     answers: tuple[str, ...]
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def wikipedia_corpus() -> Corpus:
-    """Twenty-four paragraphs and twelve questions of XQuAD's English part (CC BY-SA 4.0). Always the same."""
+    """Return twenty-four paragraphs and twelve questions of XQuAD's English part (CC BY-SA 4.0), always the same."""
     data = json.loads(_WIKIPEDIA.read_text(encoding="utf-8"))
     passages = tuple(make_passage(row["text"], row["title"], "demo") for row in data["passages"])
     questions = tuple(

@@ -1,4 +1,4 @@
-"""The text of files: plain text and Markdown as they are, other documents converted to Markdown by markitdown."""
+"""Read the text of files. Plain text and Markdown stay as they are; markitdown converts other documents to Markdown."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ LEAST_SECONDS, SECONDS_PER_MB, MOST_SECONDS = 30, 60, 600
 
 
 def readable() -> tuple[str, ...]:
-    """The suffixes of files that can be read: documents only with the extra `index`."""
+    """Return the suffixes of files that can be read. Those of documents need the extra `index`."""
     return TEXTS + tuple(suffix for suffix, package in DOCUMENTS.items() if find_spec(package))
 
 
 class Document(NamedTuple):
-    """A file's text, and what it lacks of the file, such as "comments"."""
+    """A file's text, and what the text lacks of the file, such as "comments"."""
 
     text: str
     lacks: tuple[str, ...] = ()
 
 
 class Reader:
-    """Reads files one after another; documents in a process of its own, which is killed at its limits.
+    """Reads files one after another, documents in a separate process, which is killed at its limits of time and memory.
 
-    `costly` is a file that keeps the hashes of documents that met a limit, so that no later run tries them.
+    `costly` is a file that keeps the hashes of documents that met a limit, so that no later run tries them again.
     """
 
     def __init__(self, costly: Path | None) -> None:
@@ -68,7 +68,7 @@ class Reader:
             self._process = None
 
     def read(self, path: Path) -> Document:
-        """A file's text; the DataError says why it cannot be read."""
+        """Return a file's text. Raise DataError, which says why, if the file cannot be read."""
         try:
             if path.suffix.lower() in TEXTS:
                 return Document(path.read_text(encoding="utf-8-sig"))
@@ -94,14 +94,14 @@ class Reader:
         return Document(answer["text"], tuple(answer["lacks"]))
 
     def _known(self) -> dict[str, str]:
-        """Why documents met a limit, by their hash."""
+        """Return which limit documents met, by their hash."""
         with suppress(OSError, ValueError):
             if self._costly:
                 return dict(json.loads(self._costly.read_text()))
         return {}
 
     def _convert(self, path: Path) -> dict[str, Any]:
-        """What the process answers, begun anew if there is none; that it met a limit, if it ends."""
+        """Return the answer of the process (started if there is none), or, if it ends, that a limit was met."""
         process = self._process = self._process or _start()
         assert process.stdin and process.stdout
         limit = min(MOST_SECONDS, LEAST_SECONDS + SECONDS_PER_MB * path.stat().st_size // 1_000_000)

@@ -1,4 +1,4 @@
-"""Warns of what a bundle reads badly: long passages, and languages that its tokenizer hardly knows."""
+"""Warn of what a bundle reads badly, which is long passages and languages that its tokenizer hardly knows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LETTERS = 20
 
 
 class Fit:
-    """Collects the ids of passages that a bundle reads badly, to warn of all of them at once."""
+    """The ids of passages that a bundle reads badly, collected to warn of all of them at once."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -32,14 +32,14 @@ class Fit:
         self._most = _FOREIGN * self._tokens(_ENGLISH) / len(_ENGLISH)
 
     def look(self, passage: Passage) -> None:
-        """Note a passage if it is read badly."""
+        """Check a passage, and keep its id if the bundle reads it badly."""
         if self._tokens(passage.text) > self._bundle.config.max_tokens:
             self._long.append(str(passage.id))
         if self._is_foreign(passage.text):
             self._foreign.append(str(passage.id))
 
     def warn(self) -> None:
-        """Log a warning for each kind of passages noted."""
+        """Log one warning for all passages that are too long, and one for all in an unknown language."""
         name, window = self._bundle.config.name, self._bundle.config.max_tokens
         if self._long:
             logger.warning(
@@ -55,7 +55,7 @@ class Fit:
             )
 
     def warn_of_question(self, question: str) -> None:
-        """Log a warning of the first question in a language that the bundle hardly knows."""
+        """Log a warning for the first question in a language that the bundle hardly knows, and none after that."""
         if not self._foreign and self._is_foreign(question):
             self._foreign.append(question)
             name = self._bundle.config.name

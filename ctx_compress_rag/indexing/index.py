@@ -1,7 +1,7 @@
-"""What the command line keeps in a Chroma folder: a collection to retrieve from, and its soft contexts.
+"""The index that the command line keeps in a Chroma folder, a collection to retrieve from and its soft contexts.
 
 The collection `passages` holds texts, metadata and a sentence encoder's vectors (cosine), as any RAG app's
-collection does; langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
+collection does, so langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
 under the same ids.
 """
 
@@ -45,14 +45,14 @@ _FIRST = 8
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:
-    """Make a passage whose id depends on its root, source and text, so that a changed text has another id."""
+    """Return a passage whose id depends on root (folder), source (file) and text, so that a new text has a new id."""
     digest = hashlib.sha256("\0".join((root, source, text)).encode()).hexdigest()[:16]
     return Passage(text, f"{source}#{digest}", {"source": source, "root": root})
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A retrieved passage; `similarity` is the cosine of its vector and the question's."""
+    """A retrieved passage. `similarity` is the cosine of the passage's vector and the question's vector."""
 
     id: str
     text: str
@@ -69,12 +69,12 @@ class PassageCollection(Collection):
             )
 
     def made_with(self) -> tuple[str | None, str]:
-        """The addresses of bundle and embedder that the index was made with; no bundle if there is none."""
+        """Return the names or paths of the index's bundle (None if there is no index) and embedder."""
         about = self.metadata()
         return about.get(BUNDLE_KEY), str(about.get(EMBEDDER_KEY, PACKAGED))
 
     def roots(self) -> dict[str, dict[str, str]]:
-        """By folder that was indexed, the source of each passage by id."""
+        """Return, for each folder that was indexed, the source (file) of each passage, by passage id."""
         found: dict[str, dict[str, str]] = {}
         for id, row in self.rows(self.ids()).items():
             if "source" in row and "root" in row:
@@ -83,9 +83,9 @@ class PassageCollection(Collection):
 
 
 class PassageIndex:
-    """Passages to retrieve, and their soft contexts. Open one with `open_index`.
+    """An index of passages to retrieve, and of their soft contexts. Open one with `open_index`.
 
-    `interrupted` says that a process was killed while it wrote to the folder, and `mend` was not called since.
+    `interrupted` is True if a process was killed while it wrote to the folder, until `mend` is called.
     """
 
     def __init__(self, folder: str | Place, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
@@ -99,10 +99,10 @@ class PassageIndex:
         self.interrupted = self._passages.interrupted()
 
     def add(self, passages: Iterable[Passage]) -> Iterator[AddReport]:
-        """Store the passages that are missing; yield counts, batch by batch, once a batch is on disk.
+        """Store the passages that are missing, and yield the numbers of each batch once the batch is on disk.
 
-        At most 250 passages are in memory at a time. After an interruption the same call resumes. A passage that then
-        has only a vector is compressed when it is added again, or retrieved.
+        At most 250 passages are in memory at a time. After an interruption, the same call resumes. A passage that then
+        has only a vector for retrieval is compressed when it is added again, or retrieved.
         """
         stream, sizes = iter(passages), chain([_FIRST], repeat(_LOOKED_UP))
         while group := list(islice(stream, next(sizes))):
@@ -123,7 +123,7 @@ class PassageIndex:
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
     def mend(self) -> list[str]:
-        """Put back the vectors that Chroma's index lost (see `unsearchable`); return their passages' ids."""
+        """Put back the vectors that Chroma lost (see `Collection.unsearchable`), and return their passages' ids."""
         restored: list[str] = []
         for ids in pages(self._passages.unsearchable()):
             found = {id: (str(text), row) for id, (text, row) in self._passages.texts(ids).items() if text}
@@ -149,7 +149,7 @@ class PassageIndex:
         return self._passages.roots()
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
-        """The `k` nearest passages of each question, or all, nearest first; StoreError if there are none."""
+        """Return at most `k` passages nearest to each question, nearest first. Raise StoreError without passages."""
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
         vectors = question_vectors(questions, self.embedder)
@@ -184,11 +184,11 @@ def open_index(
     device: str | None = None,
     dtype: str | None = None,
 ) -> PassageIndex:
-    """Open the index in a Chroma folder, or `create` one; mend it if a process was killed while it wrote.
+    """Open the index in a Chroma folder, or with `create` a new one. Mend it if a process was killed while it wrote.
 
-    Bundle and embedder (a sentence-transformers model) are folders, hub ids or names of what is shipped; None takes the
-    index's own, or for a new index the shipped bundle that reads English, and the packaged MiniLM. An index of another
-    embedder is refused. `codec` is for a new index; `device` and `dtype` are those of `Bundle.from_pretrained`.
+    Bundle and embedder (a sentence-transformers model) are folders, hub ids or shipped names. None takes those of the
+    index or, for a new one, the shipped bundle that reads English and the packaged MiniLM. `codec` is for a new index.
+    `device` and `dtype` are those of `Bundle.from_pretrained`. Raises StoreError for an index of another embedder.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
 
@@ -215,19 +215,19 @@ def open_index(
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What is in an index."""
+    """The contents of an index, without its passages."""
 
     store: StoreInfo
-    bundle_name: str  # its address, and the embedder's
+    bundle_name: str  # name or path of the bundle
     embedder: str
-    sources: int  # how many
+    sources: int  # number of files or rows
     # Ids of soft contexts whose passage is not, or was not, in the index: another program removed it, or a
     # postprocessor compressed a text under another id.
     orphans: list[str]
 
 
 def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
-    """What is in an index, read without loading its bundle; with `prune`, first delete the orphans."""
+    """Return what is in an index, without loading its bundle. With `prune`, delete the orphans first."""
     check_there(folder)
     with closing(connect(str(folder))) as place:
         passages, soft = PassageCollection(place, COLLECTION), Collection(place, f"{COLLECTION}-ctx")
@@ -246,7 +246,7 @@ def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
 
 
 def check_there(folder: str | Path, create: bool = False) -> None:
-    """Raise StoreError if there is no store, unless it may be created, or Chroma cannot open it."""
+    """Raise StoreError if Chroma cannot open a folder, or if it holds no store and `create` is False."""
     check_name(str(folder))
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not has_database(Path(folder)):
@@ -254,7 +254,7 @@ def check_there(folder: str | Path, create: bool = False) -> None:
 
 
 def _lasting(address: str) -> str:
-    """An address of a bundle or model that is valid in any working folder."""
+    """Return a bundle's or model's name or path in a form that is valid in any working folder."""
     from ctx_compress_rag.bundle.files import SHIPPED
 
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address

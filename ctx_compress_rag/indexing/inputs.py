@@ -1,4 +1,4 @@
-"""What `ctx-compress index` reads: a folder of files, or JSONL; one text at a time."""
+"""The input of `ctx-compress index`, a folder of files or a JSONL file, read one text at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JSONL = (".jsonl", ".ndjson")
 
 
 class Text(NamedTuple):
-    """One text: the name that readers look it up by, whether it is Markdown, and its share of the input's bytes."""
+    """A text to index, its source (name of the file or row), whether it is Markdown, and its bytes in the input."""
 
     source: str
     text: str
@@ -34,7 +34,7 @@ class Text(NamedTuple):
 
 
 class Input(ABC):
-    """Texts to index, read lazily; `bytes` is the size of all."""
+    """Texts to index, read lazily. `bytes` is the size of all texts together."""
 
     kind = "rows"  # what the texts are called
     costly: Path | None = None  # as in `documents.Reader`
@@ -45,22 +45,21 @@ class Input(ABC):
 
     @abstractmethod
     def texts(self) -> Iterator[Text]:
-        """The texts in order, blank ones included."""
+        """Yield the texts in order, blank ones included."""
 
     def cannot_read(self, source: str) -> bool:
-        """Whether a source exists, but could not be read when `texts` reached it."""
+        """Whether a source exists, but could not be read when `texts` came to it."""
         return False
 
     def skipped(self) -> str:
-        """What `texts` left out; "" if nothing."""
+        """Return lines that say what `texts` left out, "" if nothing."""
         return ""
 
 
 class FolderInput(Input):
     """The text files and documents of a folder and its subfolders, sorted by name, without hidden ones.
 
-    Empty files, and files and folders that cannot be read, are skipped with a warning; links to folders are not
-    followed.
+    Empty files, and files and folders that cannot be read, are skipped with a warning. Links to folders are ignored.
     """
 
     kind = "files"
@@ -141,7 +140,7 @@ class _Row(BaseModel):
 
 
 class Jsonl(Input):
-    """One text per line: `{"text": ..., "id": ...}`; without an id, its source is a hash of the text."""
+    """A file with one text per line, as `{"text": ..., "id": ...}`. Without an id, a hash of the text is its source."""
 
     def texts(self) -> Iterator[Text]:
         with self.path.open("rb") as file:
@@ -164,12 +163,12 @@ class Jsonl(Input):
 
 
 def as_text(path: str) -> str:
-    """A path as text that ids and Chroma take: bytes that are not UTF-8 are escaped."""
+    """Return a path as text that ids and Chroma take, with bytes that are not UTF-8 escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def open_input(path: str | Path) -> Input:
-    """The texts of a folder, or of a JSONL file; DataError if there is none, or nothing in it is read."""
+    """Return the input in a folder or a JSONL file. Raise DataError if it is missing or holds no file to read."""
     if not str(path):
         raise DataError("the path to index is empty: give a folder or a file")  # Path("") is the current folder
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Questions that come alone: passages are retrieved for them, and what a budget buys of these goes into the prompt."""
+"""Retrieve passages for questions that come without passages, and show them in the prompt within a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 
 @dataclass(frozen=True)
 class Retrieval:
-    """How many passages are retrieved for a question, and how the decoder is shown them."""
+    """How many passages are retrieved for a question, and how the prompt shows them."""
 
     index: PassageIndex
     k: int
@@ -23,15 +23,14 @@ class Retrieval:
     extractive: bool = False  # whether a server's answers quote, unless a request says otherwise or asks for JSON
 
     def is_question(self, chat: Sequence[Message], scope: str | None) -> bool:
-        """Whether a chat ends with a question, and no message of it has a marker that can be read."""
+        """Whether a chat ends with a message of the user, and no message of the chat has a readable marker."""
         split = (self.index.store.split(message["content"], scope, "text") for message in chat)
         return chat[-1]["role"] == "user" and not any(isinstance(part, Marker) for parts in split for part in parts)
 
     def ask(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
-        """The chat with passages for its last message, and those of which the decoder is shown something.
+        """Return the chat with passages for its last message, and the passages of which the prompt shows something.
 
-        Of each: `id`, `source`, `similarity`, `text`, and what is shown of it: `sentences` (text) and the number of
-        `slots`.
+        Each has `id`, `source`, `similarity`, `text` and what is shown: `sentences` (text), `slots` (their number).
         """
         *earlier, last = chat
         question, store = last["content"], self.index.store

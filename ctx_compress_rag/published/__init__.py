@@ -1,1 +1,1 @@
-"""Other projects' published compressors, converted into bundles: a module per format."""
+"""Convert other projects' published compressors into bundles, with a module for each format."""

@@ -1,4 +1,4 @@
-"""What a module for a published format provides, and what it is given."""
+"""The base class of published formats, and the tools with which they convert checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Conversion:
-    """A bundle's contents: saved tensors by name, and `BundleConfig`'s settings, except name, decoder and source."""
+    """A converted checkpoint, as tensors by name and settings of `BundleConfig`, except name, decoder and source."""
 
     settings: Mapping[str, Any]
     compressor: Mapping[str, Tensor] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Conversion:
 
 
 class Format(ABC):
-    """How the checkpoints of a project are recognized and converted. Recognition reads names and JSON, never code."""
+    """A project's format of checkpoints, with how they are recognized (by file names and JSON) and converted."""
 
     name: str
     known: tuple[tuple[str, str], ...] = ()  # published checkpoints, as arguments of `ctx-compress import`; licenses
@@ -47,25 +47,25 @@ class Format(ABC):
 
     @abstractmethod
     def files(self, checkpoint: Checkpoint) -> list[str]:
-        """Names of the files that `convert` reads."""
+        """Return the names of the files that `convert` reads."""
 
     @abstractmethod
     def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
-        """The decoder's transformers folder; `given` is what the user named in its place."""
+        """Return the decoder's transformers folder, `given` if the user named one, else the checkpoint's own."""
 
     def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
-        """The transformers folder of an encoder with weights of its own, or None; `given` is as for the decoder."""
+        """Return the encoder's transformers folder in the same way, or None if it has no weights of its own."""
         if given is not None:
             raise ConfigError(f"encoder={given!r}: {checkpoint} needs no other encoder: leave it out")
         return None
 
     @abstractmethod
     def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
-        """Read a checkpoint; raises BundleError if it lacks something, or does not fit the decoder."""
+        """Convert a checkpoint. Raise BundleError if it lacks something, or does not fit the decoder."""
 
 
 class DecoderWithoutWeights(Backbone):
-    """A decoder without its weights, for which a bundle is written: gigabytes less to load."""
+    """A decoder whose weights are not loaded, to write a bundle for it without reading gigabytes."""
 
     def __init__(self, files: Checkpoint) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,7 +84,7 @@ class DecoderWithoutWeights(Backbone):
 
     @property
     def device(self) -> torch.device:
-        """Where the bundle's own tensors are."""
+        """The CPU, on which the bundle's own tensors are."""
         return torch.device("cpu")
 
     def add_adapter(self, name: str, config: Any) -> None:
@@ -96,7 +96,7 @@ class DecoderWithoutWeights(Backbone):
 
     @cached_property
     def spaces(self) -> str:
-        """Where the tokenizer adds a space: before "every" text after a control token, the "first" text, or "none"."""
+        """The texts before which the tokenizer adds a space: "every" one after a control token, the "first", "none"."""
         prompts = PromptTokenizer(self.tokenizer)
         alone = text_ids(self.tokenizer, "a")
         if alone != prompts.encode(["", "a"])[1].tolist():
@@ -105,14 +105,14 @@ class DecoderWithoutWeights(Backbone):
 
     @cached_property
     def vocabulary(self) -> Tensor:
-        """The decoder's input embeddings, read from its files: (tokens, dim)."""
+        """The decoder's input embeddings (tokens, dim), read from its files."""
         found = self.files.tensor(EMBEDDINGS)
         if found is None:
             raise BundleError(f"the decoder {self.files} has no {EMBEDDINGS}: it is of another architecture")
         return found
 
     def token(self, text: str) -> Tensor:
-        """The embedding of a special token: (1, dim)."""
+        """Return the embedding (1, dim) of a special token. Raise BundleError if the decoder has no such token."""
         id = self.tokenizer.convert_tokens_to_ids(text)
         if id is None or id == self.tokenizer.unk_token_id or id >= len(self.vocabulary):
             raise BundleError(f"the decoder {self.files} has no token {text}: give the one it was trained with")
@@ -120,7 +120,7 @@ class DecoderWithoutWeights(Backbone):
 
 
 def same_rows(published: Tensor, own: Tensor | None, what: str, decoder: DecoderWithoutWeights) -> None:
-    """Refuse a decoder whose embeddings or head are not the first rows of the published ones."""
+    """Raise BundleError if a decoder's embeddings or head (`own`) are not the first rows of the published ones."""
     rows = len(decoder.tokenizer)
     if own is None or not torch.equal(published[:rows].float(), own[:rows].float()):
         raise BundleError(
@@ -130,7 +130,7 @@ def same_rows(published: Tensor, own: Tensor | None, what: str, decoder: Decoder
 
 
 def check_tensor_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Refuse missing and unknown tensors; the first is named."""
+    """Raise BundleError, which names the first, if tensors are missing or unknown."""
     has, needs = set(found), set(wanted)
     if missing := sorted(needs - has):
         raise BundleError(f"{where} lacks {len(missing)} tensors, such as {missing[0]}: fetch the checkpoint again")
@@ -139,7 +139,7 @@ def check_tensor_names(found: Iterable[str], wanted: Iterable[str], where: str) 
 
 
 def without_weights(files: Checkpoint, auto: Any) -> Any:
-    """The model of a transformers folder, of a class such as `AutoModel`, on the meta device."""
+    """Return the model, of a class such as `AutoModel`, of a transformers folder, on the meta device."""
     from transformers import AutoConfig
 
     try:
@@ -155,7 +155,7 @@ def without_weights(files: Checkpoint, auto: Any) -> Any:
 
 
 def read_required_settings(checkpoint: Checkpoint, file: str, *counts: str, **values: Any) -> dict[str, Any]:
-    """Read a JSON file in which these settings must have these values, and `counts` be whole numbers above 0."""
+    """Return a JSON file's settings. Raise BundleError if `values` differ or `counts` are not whole and above 0."""
     settings = checkpoint.json(file)
     for key, value in values.items():
         if settings.get(key) != value:
@@ -168,9 +168,9 @@ def read_required_settings(checkpoint: Checkpoint, file: str, *counts: str, **va
 
 
 def instruct_format(begin: str, spaces: str) -> str:
-    """Mistral's chat format without a system role, with this text before a user's message.
+    """Return Mistral's chat format without a system role, with the text `begin` before a user's message.
 
-    In both projects the text begins with a space's token: where the tokenizer adds none after BOS, the format does.
+    In both projects that use it, `begin` starts with a space's token, which the format adds if the tokenizer does not.
     """
     begin = f" {begin}" if spaces == "first" else begin
     return (
@@ -182,7 +182,7 @@ def instruct_format(begin: str, spaces: str) -> str:
 
 
 def lora_only(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """An adapter's own tensors: newer versions of peft also write the embeddings and the head, which are `known`."""
+    """Return an adapter's own tensors, without the `known` embeddings and head, which newer versions of peft write."""
     for key, value in state.items():
         if "lora_" not in key and not (key in known and torch.equal(value, known[key])):
             raise BundleError(f"{where} trained {key}, beside the adapter's own tensors: this cannot be imported")

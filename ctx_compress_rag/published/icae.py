@@ -18,7 +18,7 @@ _ALPHA = 32
 
 
 class Icae(Format):
-    """An adapter of the encoder, and a table of memory tokens and markers; the decoder is frozen."""
+    """ICAE's format, an adapter of the encoder and the embeddings of added tokens; the decoder is frozen."""
 
     name = "icae"
     known = (("sggetao/icae", "apache-2.0"),)

@@ -27,7 +27,7 @@ _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-b
 
 @dataclass(frozen=True)
 class Import:
-    """A published checkpoint that is about to become a bundle; `parameters` counts decoder and encoder together."""
+    """A published checkpoint to convert. `parameters` is the number of parameters of decoder and encoder together."""
 
     checkpoint: Checkpoint
     format: Format
@@ -45,9 +45,9 @@ class Import:
         decoder: str | None = None,
         encoder: str | None = None,
     ) -> Import:
-        """Recognize a checkpoint, a hub id (whose commit is pinned) or a folder; only small files are downloaded.
+        """Recognize a checkpoint, given by hub id (its commit is pinned) or folder. Only small files are downloaded.
 
-        `subfolder` is its place in there, `decoder` (and `encoder`) what it was trained for, in place of what it names.
+        `subfolder` is the checkpoint's place in there. `decoder` and `encoder` replace those that it names.
         """
         from transformers import AutoModel
 
@@ -61,31 +61,31 @@ class Import:
 
     @property
     def parts(self) -> dict[str, Checkpoint]:
-        """What the bundle names, or copies: the decoder, and an encoder with weights of its own."""
+        """The models that the bundle names or copies, the decoder and, if it has weights of its own, the encoder."""
         return {"decoder": self.decoder.files} | ({} if self.encoder is None else {"encoder": self.encoder})
 
     @property
     def licenses(self) -> dict[str, str]:
-        """The license of the checkpoint and of each part; of one that comes with the checkpoint, it is the same."""
+        """The license of the checkpoint and of each part. A part that comes with the checkpoint shares its license."""
         own, place = self.format.license(self.checkpoint), self.checkpoint.name
         return {"checkpoint": own} | {n: own if part.name == place else part.license for n, part in self.parts.items()}
 
     @property
     def read_now(self) -> int:
-        """Bytes that `write` reads, some of them perhaps here already."""
+        """Number of bytes that `write` reads; some may have been downloaded before."""
         files = self.decoder.files
         own = self.checkpoint.bytes_of(self.format.files(self.checkpoint))
         return own + files.bytes_of({files.shard(key) for key in self.format.decoder_tensors})
 
     @property
     def read_in_use(self) -> int:
-        """Bytes of the decoder and the encoder, which are read when they are first used."""
+        """Number of bytes of the decoder and the encoder, which are read when the bundle is first used."""
         return sum(part.bytes_of(part.of_transformers) for part in self.parts.values())
 
     def write(self, folder: str | Path, *, copy: bool = False) -> None:
-        """Convert into a folder that is new or empty; nothing is left of it if that fails.
+        """Write the checkpoint as a bundle into a new or empty folder, completely or not at all.
 
-        With `copy`, decoder and encoder go into it; else the bundle names their place and commit.
+        With `copy`, decoder and encoder are copied into the folder; otherwise the bundle names their place and commit.
         """
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -117,7 +117,7 @@ class Import:
             self._copy(bundle, folder)
 
     def _copy(self, bundle: Bundle, folder: Path) -> None:
-        """Put decoder and encoder into a bundle that names them."""
+        """Copy decoder and encoder into the folder of a bundle that names them."""
         decoder = folder / DECODER_FOLDER
         _copy_files(self.decoder.files, decoder)
         own: dict[str, Any] = {"decoder": None, "revision": None, "subfolder": None}
@@ -166,14 +166,14 @@ def import_published(
     copy: bool = False,
     **options: Any,
 ) -> Bundle:
-    """Convert another project's published compressor into a bundle in a new folder, and load it from there.
+    """Convert another project's published compressor into a bundle in a new folder, and return the loaded bundle.
 
-    The arguments are those of `Import.of` and `Import.write`; `options` those of `Bundle.from_pretrained`.
+    The arguments are those of `Import.of` and `Import.write`, and `options` are those of `Bundle.from_pretrained`.
 
     Raises:
-        BundleError: it is not there, incomplete, damaged, of no known format, or does not fit its decoder; or there is
-            no space.
-        ConfigError: an argument does not fit it, or the folder has files.
+        BundleError: the compressor is missing, incomplete, damaged, of no known format or for another decoder, or the
+            disk is full.
+        ConfigError: an argument does not fit the compressor, or the folder has files.
     """
     found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     found.write(folder, copy=copy)

@@ -25,7 +25,7 @@ _NAMES = {
 
 
 class Lclm(Format):
-    """An encoder, a two-layer map and a decoder, all three trained and published together."""
+    """LCLM's format, an encoder, a two-layer map and a decoder, all three trained and published together."""
 
     name = "lclm"
     known = tuple((f"latent-context/0.6b-4b-LCLM-{ratio}x", "apache-2.0") for ratio in (4, 8, 16))

@@ -1,4 +1,4 @@
-"""PISCO (arXiv 2501.16075) and CLaRa (arXiv 2511.18659), which has the same form: github.com/apple/ml-clara."""
+"""PISCO (arXiv 2501.16075) and CLaRa (arXiv 2511.18659, github.com/apple/ml-clara), which has the same format."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _CLARA = "--subfolder compression-16 --decoder mistralai/Mistral-7B-Instruct-v0.
 
 
 class Pisco(Format):
-    """Two adapters of one decoder, and the embeddings of the tokens that were added to it.
+    """The format of PISCO and CLaRa, two adapters of one decoder and the embeddings of tokens that were added to it.
 
-    Both adapters are always loaded. CLaRa's own loader, with the settings that its Instruct checkpoints have, puts an
-    untrained adapter in the place of the decoder's.
+    Both adapters are always loaded. CLaRa's own loader, with the settings of the Instruct checkpoints, puts an
+    untrained adapter in the place of the decoder's adapter.
     """
 
     name = "pisco"
@@ -115,7 +115,7 @@ class Pisco(Format):
     def _added_rows(
         checkpoint: Checkpoint, layers: Mapping[str, Tensor], decoder: DecoderWithoutWeights, count: int
     ) -> Any:
-        """The embeddings of the added tokens, after checking that all others are the decoder's."""
+        """Return the embeddings of the added tokens, after checking that all others are the decoder's."""
         check_tensor_names(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
         embeddings = layers[EMBEDDINGS]
         known = len(decoder.tokenizer)

@@ -1,4 +1,4 @@
-"""The published formats."""
+"""The list of published formats, and the search for a checkpoint's format."""
 
 from __future__ import annotations
 

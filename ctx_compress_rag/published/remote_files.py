@@ -1,4 +1,4 @@
-"""A published checkpoint's files: a folder, or a repository on the hub at one commit."""
+"""The files of a published checkpoint, in a folder or in a repository on the hub at one commit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OF_TRANSFORMERS = (".json", ".jinja", ".txt", ".model")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files by name; those on the hub are downloaded into its cache when they are read.
+    """The files of a checkpoint, by name. Files on the hub are downloaded into the hub's cache when they are read.
 
-    Whatever cannot be found, fetched or read raises a BundleError that names it and the remedy.
+    A file that cannot be found, fetched or read raises a BundleError that names the file and the remedy.
     """
 
     name: str  # the hub id or folder
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
-        """Look at a folder, or at a repository's commit; raises ConfigError if the other arguments do not fit it."""
+        """List a folder's or hub repository's files. Raise ConfigError for a folder's revision or a wrong subfolder."""
         root = Path(name)
         if not root.is_dir():
             whole = _on_hub(name, revision)
@@ -49,7 +49,7 @@ class Checkpoint:
         return whole.within(subfolder) if subfolder else whole
 
     def within(self, subfolder: str) -> Checkpoint:
-        """The files of a subfolder; raises ConfigError if it has none."""
+        """Return the checkpoint in a subfolder. Raise ConfigError if there is no file."""
         start = f"{subfolder.strip('/')}/"
         sizes = {name.removeprefix(start): size for name, size in self.sizes.items() if name.startswith(start)}
         if not sizes:
@@ -62,7 +62,7 @@ class Checkpoint:
 
     @property
     def of_transformers(self) -> list[str]:
-        """Names of the files that transformers reads; raises BundleError if weights are missing, or pickled."""
+        """Names of the files that transformers reads. Raises BundleError if weights are missing or pickled."""
         weights = set(self._weight_map(_WEIGHTS[0]).values()) or {_WEIGHTS[0]}
         if missing := sorted(weights - self.sizes.keys()):
             raise BundleError(
@@ -75,7 +75,7 @@ class Checkpoint:
         return sum(self.sizes.get(name, 0) for name in names)
 
     def path(self, name: str) -> Path:
-        """A file's path here, after downloading it."""
+        """Return the local path of a file, which is downloaded if it is on the hub."""
         if name not in self.sizes:
             raise BundleError(f"{self} has no {name}: the checkpoint is incomplete, or not of the format it seems")
         if self.revision is None:
@@ -86,7 +86,7 @@ class Checkpoint:
             return Path(hf_hub_download(self.name, self.subfolder + name, revision=self.revision))
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file's object; empty if there is no such file."""
+        """Return the object in a JSON file, empty if there is no such file."""
         if name not in self.sizes:
             return {}
         try:
@@ -98,11 +98,11 @@ class Checkpoint:
         return found
 
     def tensors(self, name: str, keys: Collection[str] | None = None) -> dict[str, Tensor]:
-        """A file's tensors by name, of safetensors those of `keys`; torch reads only tensors, so that no code runs."""
+        """Return a file's tensors by name, of safetensors only `keys` (None: all). No code in a pickled file is run."""
         return self._only(Tensor, self._content(name, keys), name)
 
     def groups(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """The tensors of a file that has groups of them."""
+        """Return the tensors of a file that holds groups of tensors, by group and name."""
         groups = self._only(dict, self._content(name), name)
         return {group: self._only(Tensor, content, f"{group} of {name}") for group, content in groups.items()}
 
@@ -129,12 +129,12 @@ class Checkpoint:
             raise BundleError(f"{path} is damaged ({short(error)}): fetch it again") from error
 
     def _weight_map(self, weights: str) -> dict[str, str]:
-        """The file of each tensor; empty if all are in the one that `weights` names."""
+        """Return the file of each tensor, empty if all tensors are in the file that `weights` names."""
         found = self.json(f"{weights}.index.json").get("weight_map", {})
         return self._only(str, found, f"the weight_map of {weights}.index.json")
 
     def shard(self, key: str) -> str:
-        """Name of the file of a transformers folder that should have a tensor."""
+        """Return the name of the file, in a transformers folder, that should have a tensor."""
         for name in _WEIGHTS:
             if shards := self._weight_map(name):
                 return shards.get(key, name)
@@ -143,11 +143,11 @@ class Checkpoint:
         raise BundleError(f"{self} has no weights of transformers: give one that has")
 
     def tensor(self, key: str) -> Tensor | None:
-        """A tensor of a transformers folder, from the one file that should have it; None if it has not."""
+        """Return a tensor of a transformers folder, or None if the file that should have the tensor lacks it."""
         return self.tensors(self.shard(key), [key]).get(key)
 
     def reference(self, key: str) -> dict[str, Any]:
-        """How a config names this transformers folder, under `key`."""
+        """Return the settings with which a config names this transformers folder, its hub id or path under `key`."""
         named = {key: self.name, "revision": self.revision, "subfolder": self.subfolder.strip("/") or None}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -167,7 +167,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
 
 
 def _card(path: Path) -> Any:
-    """The settings at the top of a folder's model card; None if there is none that can be read."""
+    """Return the settings at the top of a folder's model card, or None if no card can be read."""
     from huggingface_hub import ModelCard
 
     try:
@@ -183,7 +183,7 @@ def _license(card: Any) -> str:
 
 @contextmanager
 def _reaching(name: str) -> Iterator[None]:
-    """Wrap what asks the hub about `name`: its errors become one sentence with the remedy."""
+    """Turn the hub's errors about `name` in the block into a BundleError with the remedy."""
     from httpx import HTTPError
     from huggingface_hub import errors
 

@@ -26,7 +26,7 @@ class TransientParts:
         self._lock = threading.Lock()
 
     def keep(self, parts: Mapping[str, TransientPart]) -> None:
-        """Keep the parts of one prompt, and drop those used longest ago. Raise ConfigError if it has too many."""
+        """Keep the parts of one prompt, and drop those used longest ago. Raise ConfigError if these are too many."""
         needed = sum(map(_cost, parts.values()))
         if needed > self._most:
             raise ConfigError(
