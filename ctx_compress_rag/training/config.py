@@ -1,4 +1,4 @@
-"""The settings in recipes: YAML, validated here; unknown keys are refused by name."""
+"""The settings in recipes, which are read from YAML and validated. An unknown key is an error that names the key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ctx_compress_rag.text.templates import TEMPLATES
 
 
 class DataConfig(Strict):
-    """Where examples come from: files of questions, or of plain text.
+    """The data that a recipe trains on: files of questions, or of plain text.
 
     Attributes:
-        held_out: files of questions that the bundle will be scored with: examples that share a question or passage
-            with them are left out and counted (see `data.held_out`).
-        most_words: leave out the examples of `files` that have a passage with more words.
-        part: use only this part of the examples.
+        held_out: files of questions that the bundle will be scored with. Examples that share a question or passage with
+            them are left out, and their number is logged (see `data.held_out`).
+        most_words: examples of `files` that have a passage with more words are left out.
+        part: the part of the examples to use; None uses all.
     """
 
     files: list[Path] = []
@@ -50,23 +50,24 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Strict):
-    """Optimization; the defaults are those of Simple Context Compression, table 6.
+    """The settings of optimization. The defaults are those of Simple Context Compression, table 6.
 
     Attributes:
-        steps: number of steps.
+        steps: the number of steps.
         batch_size: examples in a step, of all processes together.
-        micro_batch_size: examples that a process takes at once; it does not change gradients. None: its whole share.
-        learning_rate, final_learning_rate: after the warm-up the rate falls from one to the other by `schedule`.
-        muon_learning_rate: the rate of Muon, which then trains the matrices, and AdamW the rest: decoders
-            of a few million weights learn to answer in a fraction of the steps.
-        warmup_ratio: share of the steps in which the rate rises from zero.
-        average: decay of an exponential moving average of the weights, which is then saved instead of the last weights;
+        micro_batch_size: examples that a process takes at once, which does not change gradients; None takes its whole
+            share.
+        learning_rate, final_learning_rate: after the warm-up the rate falls from the first to the second by `schedule`.
+        muon_learning_rate: the rate of Muon, which then trains the matrices, while AdamW trains the rest. Decoders of a
+            few million weights then learn to answer in a fraction of the steps.
+        warmup_ratio: the share of the steps in which the rate rises from zero.
+        average: the decay of an exponential moving average of the weights, which is saved in place of the last weights.
             0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with small
             batches and high learning rates.
         bf16: compute in bfloat16; ignored on a CPU without bfloat16 instructions.
         compile: compile the decoder layers, which share their code, for batches of any shape.
-        checkpoint_layers: keep only the input of each decoder layer, and run the layer again in the backward pass: this
-            saves memory and costs time.
+        checkpoint_layers: keep only the input of each decoder layer, and run the layer again in the backward pass,
+            which saves memory and costs time.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -100,20 +101,20 @@ class OptimConfig(Strict):
 
     @property
     def items(self) -> int:
-        """Total number of data items in all steps."""
+        """Return the number of examples in all steps together."""
         return self.steps * self.batch_size
 
 
 class PackingConfig(Strict):
-    """A set of rows of one length that sequences are packed into (`training.engine.packing`).
+    """The size of a packed batch: rows of one length that short sequences are packed into (`training.engine.packing`).
 
-    A step takes `optim.batch_size` such sets, one at a time, whatever `optim.micro_batch_size` is.
+    A step takes `optim.batch_size` such batches, one at a time, whatever `optim.micro_batch_size` is.
 
     Attributes:
-        rows: number of rows of prompts.
-        passage_rows: number of rows of passages to encode; a teacher has none.
-        length: tokens per row; longer passages and prompts are left out.
-        examples: number of examples that a set takes.
+        rows: the number of rows of prompts.
+        passage_rows: the number of rows of passages to encode; a teacher has none.
+        length: tokens per row. Longer passages and prompts are left out.
+        examples: the number of examples that a packed batch takes.
     """
 
     rows: int = Field(default=5, gt=0)
@@ -123,7 +124,7 @@ class PackingConfig(Strict):
 
 
 class BaseRecipe(Strict):
-    """What every recipe has: a literal `stage`, which selects its class, an output folder, and optimization."""
+    """The settings of every recipe: a literal `stage`, which selects its class, an output folder, and optimization."""
 
     stage: str
     output: Path
@@ -139,7 +140,7 @@ class BaseRecipe(Strict):
 
 
 class Recipe(BaseRecipe):
-    """What every recipe that trains on examples has."""
+    """The settings that every recipe has that trains on examples."""
 
     asks: ClassVar[bool] = True
     """Whether the stage needs questions."""

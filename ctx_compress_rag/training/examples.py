@@ -1,4 +1,4 @@
-"""The examples of a recipe, without what is held out."""
+"""The examples of a recipe, without those that share a question or passage with held-out data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ctx_compress_rag.training.config import DataConfig, Recipe
 
 
 def load_examples(recipe: Recipe) -> list[Example]:
-    """The recipe's training examples, without those that its held-out files share.
+    """Return the recipe's training examples, without those that share a question or passage with held-out files.
 
-    A stage that recites gets the distinct passages; one that repeats texts besides its questions gets them
-    from `load_texts`.
+    A stage that trains on passages only (`recites`) gets each distinct passage as an example. A stage that takes texts
+    besides its questions (`repeats_texts`) gets the texts from `load_texts`.
     """
     data, held_out = recipe.data, _held_out(recipe.data)
     files = [
@@ -38,7 +38,7 @@ def load_examples(recipe: Recipe) -> list[Example]:
 
 
 def load_texts(recipe: Recipe) -> list[Example]:
-    """The rows of the recipe's texts alone; held-out ones are left out."""
+    """Return only the rows of the recipe's plain texts, without those that share a passage with held-out files."""
     return [row for rows in _texts(recipe.data, _held_out(recipe.data)) for row in rows]
 
 
@@ -47,7 +47,7 @@ def recited(passage: str) -> Example:
 
 
 def passages_of(examples: Sequence[Example]) -> list[Example]:
-    """The distinct passages of examples, each as an example of its own, in order; questions are left out."""
+    """Return the distinct passages of examples, in order, each as an example of its own without a question."""
     return [recited(passage) for passage in dict.fromkeys(p for e in examples for p in e.passages)]
 
 

@@ -1,4 +1,4 @@
-"""What every objective over slots needs: the trained parts, prompts with holes, and logits at the answers."""
+"""What every loss over slots needs: the trained parts, prompts with holes for slots, and logits at the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ctx_compress_rag.training.prompts import PromptBuilder
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts whose passages are holes, and for each prompt which passage of the batch fills each hole."""
+    """Prompts with a hole for each passage, and for each hole the index of the passage in the batch that fills it."""
 
     prompts: list[PromptTemplate]
     passages: list[list[int]]
@@ -37,15 +37,15 @@ class PromptBatch:
         return [sum(int(mask.sum()) for mask in prompt.answers) for prompt in self.prompts]
 
     def answer_tokens(self) -> Tensor:
-        """Number of answer tokens in all prompts: float (1,)."""
+        """Return the number of answer tokens in all prompts: float (1,)."""
         return torch.tensor([sum(self.answer_lengths())], dtype=torch.float32)
 
 
 @dataclass
 class ExampleCollator:
-    """Makes prompts from examples, and an objective's arguments from prompts.
+    """The base class of collators, which make prompts from examples, and a loss's arguments from prompts.
 
-    One template is drawn for each example; `max_context_tokens` are divided among its passages by `prompts.shares`.
+    One template is drawn for each example. Its passages get at most `max_context_tokens`, divided by `prompts.shares`.
     """
 
     builder: PromptBuilder
@@ -55,13 +55,13 @@ class ExampleCollator:
 
 
 class SlotObjective(nn.Module, ABC):
-    """A loss on the decoder's predictions from slots.
+    """The base class of losses on the decoder's predictions from slots.
 
     Attributes:
         ratios: the ratios of the current step.
-        sample: how many of the ratios each example draws; None: every example trains all.
-        seed, step: for the draws, which otherwise depend only on the example, so that micro-batches and processes
-            change nothing.
+        sample: the number of ratios that are drawn for each example; None trains every example at all ratios.
+        seed, step: seeds of the draws. Otherwise a draw depends only on the example, so that micro-batches and
+            processes change nothing.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -79,7 +79,7 @@ class SlotObjective(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, **batch: Any) -> dict[str, Tensor]:
-        """The loss of a collated batch, under "loss"."""
+        """Return the loss of a collated batch, under the key "loss"."""
 
     def compress(self, passages: Sequence[Tokenized], ratios: Collection[int]) -> dict[int, SlotBatch]:
         return dict(self.compressor(passages, list(ratios), self.bundle.config.max_tokens))
@@ -88,7 +88,7 @@ class SlotObjective(nn.Module, ABC):
         return random.Random(f"{self.seed}:{self.step}:{example}").sample(list(self.ratios), count)
 
     def drawn(self, prompts: Sequence[PromptTemplate]) -> dict[int, list[int]]:
-        """For each of the step's ratios, the indices of the prompts that train it; ratios without any are left out."""
+        """Return for each of the step's ratios the indices of the prompts that train it, or no entry if none does."""
         if self.sample is None or self.sample >= len(self.ratios):
             return {ratio: list(range(len(prompts))) for ratio in self.ratios}
         draws = [self.draw([part.tolist() for part in prompt.ids], self.sample) for prompt in prompts]
@@ -96,7 +96,7 @@ class SlotObjective(nn.Module, ABC):
         return {ratio: own for ratio, own in chosen.items() if own}
 
     def filled(self, batch: PromptBatch, slots: SlotBatch) -> list[Prompt]:
-        """The prompts with their passages' slots as the decoder reads them."""
+        """Return the prompts as the decoder reads them, with the slots of their passages in the holes."""
         contexts = slots.rows()
         # In the decoder's precision: the projection returns float32, which would make the whole row float32.
         dtype = self.bundle.backbone.embeddings.weight.dtype
@@ -106,7 +106,7 @@ class SlotObjective(nn.Module, ABC):
         return [p.fill([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
 
     def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
-        """Logits that predict the answer tokens from slots, and the ids of these tokens.
+        """Return the logits that predict the answer tokens from slots, and the ids of these tokens.
 
         Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt
         """
@@ -116,13 +116,13 @@ class SlotObjective(nn.Module, ABC):
             return predict(model, spliced, prompts)
 
     def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """KL(teacher || decoder with slots), summed over these rows' answers; `targets` are `teacher_log_probs`."""
+        """Return KL(teacher || decoder with slots), summed over `rows`; `targets` are `teacher_log_probs`."""
         wanted = torch.cat([targets[row] for row in rows])
         return F.kl_div(F.log_softmax(logits, dim=-1), wanted, reduction="sum", log_target=True)
 
     @torch.no_grad()
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Each prompt's log-probabilities for its answer tokens, given the full text: (answer tokens, vocabulary)."""
+        """Return each prompt's log-probabilities of answer tokens, given the full text: (answer tokens, vocabulary)."""
         with self.bundle.text_decoder() as model:
             logits, _ = predict(model, splice(self.bundle.backbone.embeddings, prompts), prompts)
         return list(F.log_softmax(logits, dim=-1).split([int(prompt.answers.sum()) for prompt in prompts]))

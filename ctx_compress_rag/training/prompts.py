@@ -1,4 +1,4 @@
-"""Examples as prompts: rendered in the chat format, tokenized, and where the answers are."""
+"""Examples as prompts, in the chat format and tokenized, with the places of the answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ctx_compress_rag.text.tokenizing import text_ids
 
 
 def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
-    """A template for an example, always the same one: a resumed run continues with the same prompts."""
+    """Return a random template, always the same for an example and seed, so that a resumed run is the same."""
     return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
 
 
 def shares(lengths: Sequence[int], total: int) -> list[int]:
-    """How much of `total` each length gets: an even share, and a share of what shorter ones leave.
+    """Return how much of `total` each length gets: an even share, and a share of what shorter lengths leave.
 
     No share exceeds its length, and shares that are cut differ by at most 1.
     """
@@ -39,9 +39,9 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
 
 @dataclass
 class PromptBuilder:
-    """Renders examples for one tokenizer. An answer's ids are the same with text and with slots.
+    """A maker of prompts from examples, for one tokenizer. An answer has the same token ids after text and after slots.
 
-    `separator` stands between the slots of two passages; `answer_prefix` begins an answer from slots, as part of the
+    `separator` stands between the slots of two passages. `answer_prefix` begins an answer from slots and counts as
     prompt.
     """
 
@@ -58,11 +58,11 @@ class PromptBuilder:
         self._prompt_tokenizer = PromptTokenizer(self.tokenizer)
 
     def passage_ids(self, passage: str) -> Tensor:
-        """Token ids of a passage on its own: (L,)."""
+        """Return the token ids of a passage on its own: (L,)."""
         return torch.tensor(text_ids(self.tokenizer, passage), dtype=torch.long)
 
     def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
-        """Passages and their token ids (L,), cut by `shares` if together they have more than `max_tokens`."""
+        """Return passages and their token ids (L,), cut by `shares` if together they have more than `max_tokens`."""
         tokenized = [self.passage_ids(passage) for passage in passages]
         return [
             (passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share])
@@ -72,14 +72,14 @@ class PromptBuilder:
         ]
 
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
-        """The prompt text before each answer; turns after the first are plain questions."""
+        """Return the prompt text before each answer; turns after the first are plain questions."""
         as_text = self._prompt_tokenizer.as_text
         first = messages(template, as_text(context), as_text(example.turns[0].question))
         later = [self._later_turn(first, as_text(turn.question)) for turn in example.turns[1:]]
         return [chat_text(self.tokenizer, first), *later]
 
     def _later_turn(self, first: list[dict[str, str]], question: str) -> str:
-        """The chat format's text between an answer, including its end token, and the answer to the next question."""
+        """Return the chat format's text between an answer and the next one, without the first answer's end token."""
         asked = messages("{question}", "", question)
         if getattr(self.tokenizer, "chat_template", None):
             chat = [*first, {"role": "assistant", "content": self._ANSWER}, *asked]
@@ -94,13 +94,13 @@ class PromptBuilder:
         return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
 
     def text_prompt(self, example: Example, template: str, passages: Sequence[str] | None = None) -> Prompt:
-        """The example with its passages (or `passages` instead) as text."""
+        """Return the example as a prompt with its passages as text, or with `passages` in their place."""
         context = PASSAGE_SEPARATOR.join(example.passages if passages is None else passages)
         first, *later = self._turn_texts(example, template, context)
         return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).fill([])
 
     def holed_prompt(self, example: Example, template: str, context: str | None = None) -> PromptTemplate:
-        """The example with a hole for each passage, or with `context`, text with a `HOLE` for each run of slots."""
+        """Return the example with a hole for each passage, or with the text `context` that has `HOLE`s."""
         if context is None:
             context = self.separator.join([self.HOLE] * len(example.passages))
         first, *later = self._turn_texts(example, template, context)
@@ -108,7 +108,7 @@ class PromptBuilder:
         return self._with_answers(example, self._prompt_tokenizer.encode(parts), later)
 
     def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> PromptTemplate:
-        """All turns, from the tokens around the holes before the first answer and the texts before the others."""
+        """Join all turns: the tokens around holes before the first answer, all answers, and the texts between them."""
         *before, last = first
         texts = [last, *(self._prompt_tokenizer.encode([text])[0] for text in later)]
         answers = [self._answer_ids(turn.answers[0]) for turn in example.turns]

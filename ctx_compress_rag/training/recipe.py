@@ -1,4 +1,4 @@
-"""The stages of training, and the recipes of `ctx-compress train`: found, read and validated."""
+"""The stages of training, and the recipes of `ctx-compress train`, which are found, read and validated here."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ STAGES: dict[str, tuple[type[BaseRecipe], Callable[[Any], Job]]] = {}
 
 
 def register(recipe: type[BaseRecipe], start: Callable[[Any], Job]) -> None:
-    """Register a stage, named by its recipes' literal `stage`; `start` makes the job from a recipe."""
+    """Register a stage under the literal `stage` of its recipes; `start` makes the job from a recipe."""
     [name] = get_args(recipe.model_fields["stage"].annotation)
     STAGES[name] = (recipe, start)
 
 
 def find(name: str) -> Path | None:
-    """A shipped recipe file or folder of recipes; None if there is none of this name."""
+    """Return the path of a shipped recipe file or folder of recipes, or None if there is none of this name."""
     return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
 
 
 def load_recipe(path: str | Path) -> BaseRecipe:
-    """Read a recipe from a YAML file, or a shipped one by name (`mean_pooling/teacher`).
+    """Read a recipe from a YAML file, or a shipped recipe by its name (`mean_pooling/teacher`).
 
     Raises:
         ConfigError: there is no such recipe, or a key or value is invalid.
@@ -53,13 +53,13 @@ def load_recipe(path: str | Path) -> BaseRecipe:
 
 
 def recipe_names(name: str) -> list[str]:
-    """The recipes that a name stands for: itself, or those in a folder (also a shipped one), ordered by file name."""
+    """Return the recipes that a name stands for: itself, or those in a folder, perhaps shipped, by file name."""
     folder = Path(name) if Path(name).is_dir() else find(name)
     return sorted(str(file) for file in folder.glob("*.yaml")) if folder and folder.is_dir() else [name]
 
 
 def parse_recipe(settings: Any, where: str) -> BaseRecipe:
-    """Make a recipe from its keys and values; errors name `where`.
+    """Make a recipe from its keys and values; error messages name `where`.
 
     Raises:
         ConfigError: a key or value is invalid.

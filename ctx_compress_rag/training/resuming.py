@@ -1,4 +1,4 @@
-"""Whether a training may continue from the checkpoints in its folder: never from those of another recipe."""
+"""Check that a training continues only from checkpoints of the same recipe."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def refuse_another(recipe: BaseRecipe) -> None:
 
 
 def begin(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
-    """Save the recipe and the digests of its `files` beside its checkpoints.
+    """Save the recipe and the digests of the `files` that it reads beside its checkpoints.
 
-    Removes an earlier training's report and, without `resume`, its checkpoints.
+    An earlier training's report is removed, and without `resume` its checkpoints are, too.
     """
     folder = recipe.output / FOLDER
     # With an earlier report, a training that is interrupted from now on would count as finished.
@@ -59,7 +59,7 @@ def begin(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
 
 
 def inputs(settings: Any) -> Iterator[Path]:
-    """The files and folders that a recipe reads, except decoders, which may be names on the hub."""
+    """Yield the files and folders that a recipe reads, except decoders, which may be names on the hub."""
     settings = settings.model_dump() if isinstance(settings, BaseRecipe) else settings
     if isinstance(settings, Path):
         yield settings
@@ -70,25 +70,25 @@ def inputs(settings: Any) -> Iterator[Path]:
 
 
 def file_digests(recipe: BaseRecipe) -> dict[str, str]:
-    """SHA-256 of the files that a recipe reads, and of the weights in its folders, by path. Leaves out missing ones."""
+    """Return the SHA-256 of a recipe's files, and of the weights in its folders, by path; skip missing paths."""
     models = {getattr(recipe, key, None) for key in ("decoder", "bundle")}
     paths = {*inputs(recipe), *(Path(name) for name in models if isinstance(name, str))}
     return {str(path): sha256(path) if path.is_file() else weights_digest(path) for path in paths if path.exists()}
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of a decoder's, an adapter's or a bundle's weights: 64 hex digits."""
+    """Return the SHA-256 of the weights in the folder of a decoder, an adapter or a bundle: 64 hex digits."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
     return hashlib.sha256(" ".join(f"{file.name} {sha256(file)}" for file in files).encode()).hexdigest()
 
 
 def changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
-    """The files and folders whose contents have changed. One that is missing or newly named does not count."""
+    """Return the paths whose contents have changed since `before`. A path that is missing or new does not count."""
     return [path for path, digest in file_digests(recipe).items() if before.get(path, digest) != digest]
 
 
 def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
-    """The keys that differ from the checkpoint's recipe, with both values, and the files that have changed."""
+    """Yield the keys that differ from the checkpoint's recipe, with both values, and the files that have changed."""
     files = before.pop(FILES_KEY)
     old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
     for key in sorted((old.keys() | new.keys()) - _MAY_CHANGE):

@@ -29,19 +29,19 @@ _LOCK_FILE = "training.lock"
 
 
 def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
-    """Run a recipe to its end and return its output folder.
+    """Run a recipe to its end, and return its output folder.
 
     Under `accelerate launch` each process trains on its share of every batch.
 
     Args:
-        path: a YAML file, or a shipped recipe's name.
-        resume: resume from the last checkpoint, and skip a finished recipe; otherwise start again.
-        deadline: when to stop, in seconds of `time.monotonic`.
+        path: a YAML file, or the name of a shipped recipe.
+        resume: whether to resume from the last checkpoint and to skip a finished recipe; otherwise start again.
+        deadline: when to stop, in seconds of `time.monotonic`; None sets no limit.
 
     Raises:
-        ConfigError: its output holds checkpoints of a recipe with other settings, another process is training into it,
-            or a file that the recipe reads is missing.
-        TimeUpError: the deadline came first; the same call resumes there.
+        ConfigError: the output folder holds checkpoints of a recipe with other settings, another process is training
+            into it, or a file that the recipe reads is missing.
+        TimeUpError: the deadline came before the end. The same call resumes there.
         TrainingError: the loss or a weight became NaN or infinite.
         OSError: a file cannot be written.
     """
@@ -73,7 +73,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
 
 
 def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
-    """Check that all files and folders that recipes read exist, or are written by an earlier recipe."""
+    """Raise a ConfigError if a file or folder that a recipe reads does not exist and no earlier recipe writes it."""
     written: list[Path] = []
     for recipe in recipes:
         for path in [] if is_finished(recipe) else inputs(recipe):
@@ -95,7 +95,7 @@ def _prepare(recipe: BaseRecipe) -> None:
 
 
 def _alone(output: Path) -> AbstractContextManager[Any]:
-    """Keep other trainings out of this folder: two would delete each other's checkpoints."""
+    """Keep other trainings out of this folder, because two would delete each other's checkpoints."""
     if not processes().is_main_process:
         return nullcontext()
     try:

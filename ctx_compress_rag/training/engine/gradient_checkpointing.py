@@ -1,7 +1,8 @@
 """Gradient checkpointing: a decoder layer keeps only its input, and runs again when the backward pass reaches it.
 
-By then another adapter is active: one decoder serves compressor and reader, each with its own LoRA. And updates that a
-method adds at a prompt's slots are gone. So the layer runs again as it ran before.
+At the second run another adapter may be active, because one decoder serves compressor and reader, each with its own
+LoRA, and the updates that a method adds at a prompt's slots are gone. So the layer is put back into the state of its
+first run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 
 @runtime_checkable
 class SlotUpdates(Protocol):
-    """A module that adds updates to a decoder layer at a prompt's `slots`; None: nowhere now."""
+    """A module that adds updates to a decoder layer at a prompt's `slots`, or nowhere if `slots` is None."""
 
     slots: Any
 
@@ -31,20 +32,20 @@ class SlotUpdates(Protocol):
 
 
 def layers_of(bundle: Bundle) -> list[nn.Module]:
-    """Every layer of a bundle's decoder and of its copies."""
+    """Return every layer of a bundle's decoder and of its copies."""
     mask = torch.zeros(1, 1, dtype=torch.bool)
     with bundle.reader.decoder(mask) as reader:
         return layers_in([bundle.backbone.model, bundle.compressor, bundle.reader, reader])
 
 
 def layers_in(models: Iterable[nn.Module]) -> list[nn.Module]:
-    """The layers of transformers models anywhere in these modules, each once."""
+    """Return the layers of transformers models anywhere in these modules, each once."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
-    """Checkpoint a decoder's layers from now on; `model` contains the modules that add updates to them."""
+    """Checkpoint these decoder layers from now on; `model` contains the modules that add updates to them."""
     updates = [module for module in model.modules() if isinstance(module, SlotUpdates)]
     for layer in layers:
         adapters = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
@@ -83,7 +84,7 @@ def _forward(
 
 
 def _active(adapter: BaseTunerLayer) -> list[str] | None:
-    """The names of a layer's active adapters; None if it is off."""
+    """Return the names of a layer's active adapters, or None if adapters are off."""
     return None if adapter.disable_adapters else list(adapter.active_adapters)
 
 

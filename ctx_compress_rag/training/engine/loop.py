@@ -51,7 +51,7 @@ Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 class Examples(Protocol):
-    """A sequence, or a dataset that makes each example on request."""
+    """A sequence of examples, or a dataset that makes each example when it is asked for."""
 
     def __len__(self) -> int: ...
 
@@ -59,22 +59,22 @@ class Examples(Protocol):
 
 
 class BatchMean(ABC):
-    """A loss that divides its sums by the number of items in the whole batch, which may come in micro-batches.
+    """The base class of losses that divide their sums by the number of items (tokens, say) in the whole batch.
 
-    With means over micro-batches, tokens of short answers would count more than those of long ones, especially in
-    small micro-batches.
+    The batch may come in micro-batches. With the mean of each micro-batch, tokens of short answers would count more
+    than those of long answers, especially in small micro-batches.
     """
 
     @abstractmethod
     def items(self, **batch: Any) -> Tensor:
-        """The number of items in a micro-batch, for each mean that the loss has: float (means,)."""
+        """Return the number of items in a micro-batch, for each mean that the loss has: float (means,)."""
 
     @abstractmethod
     def loss(self, items: Tensor, **batch: Any) -> Tensor:
-        """A micro-batch's part of the loss; `items` are the whole batch's."""
+        """Return a micro-batch's part of the loss; `items` are the numbers of items in the whole batch, (means,)."""
 
     def forward(self, num_items_in_batch: Tensor | None = None, **batch: Any) -> dict[str, Tensor]:
-        """The loss of a micro-batch, by default as if it were the whole batch."""
+        """Return the loss of a micro-batch; without `num_items_in_batch`, as if it were the whole batch."""
         items = self.items(**batch) if num_items_in_batch is None else num_items_in_batch
         return {"loss": self.loss(items, **batch)}
 
@@ -84,15 +84,15 @@ class Job:
     """What to train, on which data, and how to save the result.
 
     Attributes:
-        model: takes a collated batch and returns `{"loss": ...}`; parameters that require no gradient do not change.
+        model: returns `{"loss": ...}` for a collated batch. Parameters that require no gradient do not change.
         examples: the examples in training order, repeated as needed.
         collate: makes a batch from some of the examples.
         save: writes the result; called with the report.
         about: further entries of the report.
         on_step: called before each step with the step's number.
-        measure: further entries of the log at a checkpoint; takes no part in the training.
-        layers: the decoder layers that the model runs, for `checkpoint_layers` of the optimization.
-        micro_batch_size: the most examples that `collate` takes at once; None: as set in the optimization.
+        measure: returns further entries of the log at a checkpoint; takes no part in the training.
+        layers: the decoder layers that the model runs, for `OptimConfig.checkpoint_layers`.
+        micro_batch_size: the most examples that `collate` takes at once; None takes `OptimConfig.micro_batch_size`.
     """
 
     model: nn.Module
@@ -109,10 +109,11 @@ class Job:
 def train(
     job: Job, optim: OptimConfig, output: Path, seed: int, resume: bool = True, deadline: float | None = None
 ) -> dict[str, Any]:
-    """Train a job's model.
+    """Train a job's model, and return a report.
 
-    Checkpoints go to `output/checkpoints`; an interrupted run resumes from the last one with the same data order,
-    learning rate and random state. Writes `loss.json`. `deadline` is in seconds of `time.monotonic`.
+    Checkpoints go to `output/checkpoints`. An interrupted run resumes from the last one with the same data order,
+    learning rate and random state. `loss.json` is written. `deadline` is in seconds of `time.monotonic`; None sets no
+    limit.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
     """
@@ -134,7 +135,7 @@ def train(
 
 
 class _Step(NamedTuple):
-    """What became of a step; `late`: a process has reached the deadline."""
+    """The result of a step; `late` says that a process has reached the deadline."""
 
     learning_rate: float
     grad_norm: Tensor
@@ -142,7 +143,7 @@ class _Step(NamedTuple):
 
 
 class _Training:
-    """What one process trains with, and how far it is: the number of steps made, the log, and its own tokens."""
+    """What one process trains with, and how far it is: the number of steps made, the log, the tokens it has read."""
 
     def __init__(self, job: Job, optim: OptimConfig, output: Path, seed: int) -> None:
         from accelerate import Accelerator
@@ -171,7 +172,7 @@ class _Training:
         self.step = self.tokens = 0
 
     def begin(self, resume: bool) -> bool:
-        """Continue from the last checkpoint, if there is one; returns whether there is."""
+        """Continue from the last checkpoint, if there is one; return whether there is one."""
         checkpoint = last_checkpoint(self.output, self.optim.steps) if resume else None
         self.step = step_of(checkpoint) if checkpoint else 0
         # Draws a random number: before `load_state`.
@@ -187,7 +188,7 @@ class _Training:
         return checkpoint is not None
 
     def so_far(self) -> dict[str, Any]:
-        """Tokens, as if all processes had read as many as this one, and seconds."""
+        """Return the seconds, and the tokens, estimated as if all processes had read as many as this one."""
         return {"tokens": self.tokens * self.count, "seconds": round(time.monotonic() - self.began, 2)}
 
     def run(self, deadline: float | None) -> None:
@@ -240,7 +241,7 @@ class _Training:
         save_state(self.accelerator, self.output, {"step": self.step, **self.so_far(), "history": self.history})
 
     def finish(self) -> None:
-        """Write `loss.json`, and make the average the weights; raises a TimeUpError if steps are left."""
+        """Write `loss.json`, and replace weights by their average, if any; raise a TimeUpError if steps are left."""
         if self.accelerator.is_main_process:
             (self.output / "loss.json").write_text(json.dumps(self.history, indent=1), encoding="utf-8")
         if self.step < self.optim.steps:
@@ -267,7 +268,7 @@ def _micro_batch_size(job: Job, optim: OptimConfig, count: int) -> int:
 def _micro_batches(
     job: Job, optim: OptimConfig, size: int, first: int, rank: int, count: int
 ) -> Iterator[dict[str, Any]]:
-    """A process's micro-batches from step `first` on: in turns with the other processes, in the examples' order."""
+    """Yield a process's micro-batches from step `first` on; processes take turns, in the order of the examples."""
     starts = range(first * optim.batch_size + rank * size, optim.items, size * count)
     numbers = ([number % len(job.examples) for number in range(start, start + size)] for start in starts)
     examples: Any = job.examples
@@ -277,7 +278,7 @@ def _micro_batches(
 def _backward(
     accelerator: Accelerator, parallel: nn.Module, model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any
 ) -> Tensor:
-    """Add a step's gradients; returns its loss, whose mean over the processes is the whole batch's."""
+    """Add a step's gradients; return the step's loss, whose mean over the processes is the loss of the whole batch."""
     device = accelerator.device
     total = torch.zeros((), device=device)
     items: dict[str, Tensor] = {}
@@ -305,9 +306,9 @@ def _diverged(output: Path, what: str) -> TrainingError:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Number of tokens in a collated batch, without padding: of passages and prompts, each once, however often used.
+    """Return the number of tokens in a collated batch, without padding. Each passage and prompt counts once.
 
-    Counts tensors with transformers' names, and values that have a `token_count`, alone or in lists.
+    Tensors with transformers' names are counted, and values that have a `token_count`, alone or in lists.
     """
     total = sum(map(_count, batch.values()))
     if "attention_mask" in batch:
@@ -320,9 +321,10 @@ def _count(value: Any) -> int:
 
 
 def speed_report(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Device, tokens, and tokens per second; "unknown" if there are no data.
+    """Return device, tokens, and tokens per second, which is "unknown" if there are no data.
 
-    Of the log's running `tokens` and `seconds`; the median over their intervals leaves out compiling.
+    The speed is the median over the intervals of the log, from its running `tokens` and `seconds`, so compiling is left
+    out.
     """
     speeds = [
         (after["tokens"] - before["tokens"]) / (after["seconds"] - before["seconds"])

@@ -1,4 +1,4 @@
-"""The trained parameters, which require gradients; their optimizers, their average, and each step's learning rate."""
+"""The trained parameters (those that require gradients): optimizers, average, and each step's learning rate."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def all_finite(model: nn.Module) -> bool:
 
 
 def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:
-    """AdamW for the trained parameters; with `muon_learning_rate`, Muon (Jordan et al. 2024) for their matrices.
+    """Return AdamW for the trained parameters; with `muon_learning_rate`, Muon (Jordan et al. 2024) for their matrices.
 
-    As Muon's authors advise, embeddings and the output head are AdamW's. Muon's updates are scaled to the size of
-    AdamW's, so that their rates are comparable.
+    As Muon's authors advise, AdamW keeps embeddings and the output head. Muon's updates are scaled to the size of
+    AdamW's, so that the two learning rates are comparable.
     """
     matrices = _matrices(model) if optim.muon_learning_rate is not None else {}
     rest = [p for name, p in trained(model).items() if name not in matrices]
@@ -46,14 +46,14 @@ def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained weights of linear layers without the head, also one that is tied to the embeddings, by name."""
+    """Return trained weights of linear layers by name, without the head, even one that is tied to the embeddings."""
     linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     linear -= {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     return {name: p for name, p in trained(model).items() if p in linear and not name.endswith("lm_head.weight")}
 
 
 def set_learning_rate(optimizers: list[Optimizer], optim: OptimConfig, step: int) -> float:
-    """Set the learning rates of a step, counted from 0, and return that of AdamW."""
+    """Set the learning rates of a step, counted from 0, and return AdamW's."""
     share = rate_share(optim, step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -62,7 +62,7 @@ def set_learning_rate(optimizers: list[Optimizer], optim: OptimConfig, step: int
 
 
 def rate_share(optim: OptimConfig, step: int) -> float:
-    """The learning rate of a step as a share of the highest: it rises on a line, then falls by `schedule`."""
+    """Return a step's learning rate as a share of the highest: it rises on a line, then falls by `schedule`."""
     warmup = round(optim.warmup_ratio * optim.steps)
     if step < warmup:
         return step / warmup
@@ -73,9 +73,10 @@ def rate_share(optim: OptimConfig, step: int) -> float:
 
 
 def weight_average(weights: nn.ParameterList, decay: float) -> AveragedModel:
-    """An exponential moving average of weights (Polyak and Juditsky 1992), of which a step keeps the share `decay`.
+    """Return an exponential moving average of weights (Polyak and Juditsky 1992); a step keeps the share `decay`.
 
-    For the first 1 / (1 - decay) steps it is the plain mean of all steps' weights, so that the first do not linger.
+    For the first 1 / (1 - decay) steps it is the plain mean of all steps' weights, so that the first weights do not
+    linger.
     """
 
     def mean(average: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packing: sequences of different lengths in rows of one length, so that a batch needs little padding; and their loss.
+"""Packing: sequences of different lengths share rows of one length, so that a batch needs little padding; and the loss.
 
 Rows of one shape also suit compiled layers, which are compiled again for each new shape.
 """
@@ -29,11 +29,11 @@ class PackedRows(_Movable):
     """Sequences in rows of one length.
 
     Attributes:
-        input_ids: token ids; 0 at padding and where slots go: (rows, length).
-        segments: number of the sequence that a position belongs to, `PADDING` if none: (rows, length).
+        input_ids: token ids; 0 at padding and at the positions of slots: (rows, length).
+        segments: the number of the sequence that a position belongs to, `PADDING` if none: (rows, length).
         positions: positions in the sequence, from 0: (rows, length).
-        targets: True on tokens to be predicted: (rows, length).
-        kinds: kind of each target, for the loss: (rows, length).
+        targets: True at tokens to be predicted: (rows, length).
+        kinds: the kind of each target, for the loss: (rows, length).
     """
 
     input_ids: Tensor
@@ -43,7 +43,10 @@ class PackedRows(_Movable):
     kinds: Tensor
 
     def full_attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """An additive mask (rows, 1, length, length): positions attend to all of their sequence, padding to padding."""
+        """Return an additive mask (rows, 1, length, length) with which positions attend to their whole sequence.
+
+        Padding attends to padding.
+        """
         allowed = self.segments[:, :, None] == self.segments[:, None, :]
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return hidden.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
@@ -55,12 +58,12 @@ class PackedRows(_Movable):
 
 @dataclass(frozen=True)
 class PackedSlots(_Movable):
-    """A batch of passages, and of prompts with positions for their slots.
+    """A batch of passages, and of prompts with positions for the passages' slots.
 
     Attributes:
         passages: each passage once.
         prompts: the prompts; ids are 0 at the positions of slots.
-        sources: positions in the concatenated rows of `passages` of the slots' tokens, slot after slot: (tokens,).
+        sources: positions of the slots' tokens in the concatenated rows of `passages`, slot after slot: (tokens,).
         slots: the slot that each of these tokens belongs to: (tokens,).
         places: positions of the slots in the concatenated rows of `prompts`: (slots,).
     """
@@ -78,7 +81,7 @@ class PackedSlots(_Movable):
 
 @dataclass
 class Packer:
-    """Fills `rows` rows of `length` tokens, each sequence into the first row with room for it."""
+    """A maker of `rows` packed rows of `length` tokens, where a sequence goes into the first row with room for it."""
 
     rows: int
     length: int
@@ -107,7 +110,7 @@ class Packer:
     def add(self, ids: Tensor, targets: Tensor | None = None, kind: int = 0) -> int:
         """Place a sequence that `fits`, and return its first position in the concatenated rows.
 
-        `targets` is True on tokens to be predicted; shape of both: (L,).
+        `targets` is True at tokens to be predicted (None means none). Both have shape (L,).
         """
         length = len(ids)
         row = self._row(length, self._used)
@@ -132,15 +135,15 @@ class Packer:
 
 
 def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
-    """The single item as the batch: the data makes whole batches, so micro-batches hold one item."""
+    """Return the single item as the batch, because the data makes whole batches, and micro-batches hold one item."""
     (batch,) = items
     return {"batch": batch}
 
 
 def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
-    """Cross-entropy of packed prompts' targets, each kind's mean with the same share.
+    """Return the cross-entropy of packed prompts' targets: the mean of each kind, averaged over the kinds.
 
-    `inputs` is what the trunk reads of them: `input_ids` or `inputs_embeds`.
+    `inputs` is what the trunk reads of the rows: `input_ids` or `inputs_embeds`.
     """
     wanted = rows.targets[:, 1:]
     if not wanted.any():
@@ -155,7 +158,7 @@ def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Logits of final hidden states, in float32: (positions, dim) -> (positions, vocabulary)."""
+    """Return the logits of final hidden states, in float32: (positions, dim) -> (positions, vocabulary)."""
     head = model.get_output_embeddings()
     logits = F.linear(hidden, head.weight, head.bias).float()
     config = model.config.get_text_config()

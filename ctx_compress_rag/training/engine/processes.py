@@ -1,4 +1,4 @@
-"""The processes of `accelerate launch`: each trains on its share of every batch, on its own GPU."""
+"""The processes of `accelerate launch`, each of which trains on its share of every batch, on its own GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def processes() -> PartialState:
-    """This process and the others, connected; on GPUs if there are any, else on the CPU."""
+    """Return this process's state, connected to the other processes; on GPUs if there are any, else on the CPU."""
     with needs("train"):
         from accelerate import PartialState
     return PartialState(cpu=not torch.cuda.is_available())

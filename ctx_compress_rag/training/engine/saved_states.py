@@ -1,4 +1,4 @@
-"""Saved states of a training, by accelerate: trained parameters, optimizer states, averages and random states."""
+"""The checkpoints of a training, by accelerate: trained parameters, optimizer states, averages and random states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEPT = 2
 
 
 def keep_trained(accelerator: Accelerator, model: nn.Module) -> None:
-    """Make the states that accelerate saves and loads hold a model's trained parameters, without the frozen ones."""
+    """Make the checkpoints that accelerate saves and loads hold only a model's trained parameters."""
 
     def save(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
         weights.clear()
@@ -57,7 +57,7 @@ def keep_trained(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def save_state(accelerator: Accelerator, output: Path, progress: dict[str, Any]) -> None:
-    """Write a checkpoint, which every process must call, and remove all but the last two.
+    """Write a checkpoint, and remove all but the last two. Every process must call it.
 
     `progress` is what the loop needs to continue, as JSON; its `step` is the number of steps made.
     """
@@ -72,13 +72,17 @@ def save_state(accelerator: Accelerator, output: Path, progress: dict[str, Any])
 
 
 def load_state(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
-    """Restore what `save_state` wrote, however many processes wrote it, and return its progress."""
+    """Restore what `save_state` wrote, however many processes wrote it, and return its `progress`."""
     accelerator.load_state(str(checkpoint))
     return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))
 
 
 def last_checkpoint(output: Path, steps: int) -> Path | None:
-    """The last complete checkpoint; the main process removes incomplete ones."""
+    """Return the last complete checkpoint, or None; the main process removes incomplete ones.
+
+    Raises:
+        ConfigError: the checkpoint is beyond the recipe's last step.
+    """
     complete = complete_checkpoints(output)
     for half in set(_all(output)) - set(complete) if processes().is_main_process else ():
         logger.warning("%s is incomplete: removing it", half)
@@ -107,7 +111,7 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """Name what cannot be written: on a full disk, torch and safetensors raise errors that do not say so."""
+    """Turn errors of torch and safetensors into an OSError that names `what`; on a full disk theirs do not say so."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""Faster training of adapters on a frozen decoder: compiled layers, weights in bfloat16."""
+"""Faster training of adapters on a frozen decoder, with compiled layers and weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
-    """Make a decoder's adapters train as fast as the recipe allows; call it once the trained weights are chosen.
+    """Make a decoder's adapters train as fast as the recipe allows; call it when the trained weights are chosen.
 
-    `dynamic`: batches differ in shape; `saved`: the frozen weights will be saved, and so are not rounded.
+    `dynamic` says that batches differ in shape. `saved` says that the frozen weights will be saved, so they are not
+    rounded.
     """
     if optim.bf16 and not saved and bfloat16_pays():
         round_frozen(model)
@@ -26,10 +27,10 @@ def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool
 
 
 def compile_layers(model: Any, dynamic: bool = False) -> None:
-    """Compile each decoder layer, for every shape it meets or, if `dynamic`, for all shapes; all layers share the code.
+    """Compile each decoder layer for every shape it meets or, if `dynamic`, for all shapes. All layers share the code.
 
-    On a CPU attention is eager, so that it is fused with the operations around it: for rows of a few hundred tokens
-    the backward pass of transformers' fused attention is slower there.
+    On a CPU attention is eager, so that it is fused with the operations around it. For rows of a few hundred tokens the
+    backward pass of transformers' fused attention is slower there.
     """
     compile_for_all()
     if model.device.type == "cpu":
@@ -39,7 +40,7 @@ def compile_layers(model: Any, dynamic: bool = False) -> None:
 
 
 def round_frozen(model: Any) -> None:
-    """Convert weights that are not trained to bfloat16 once, instead of casting them at every use."""
+    """Convert weights that are not trained to bfloat16 once, so that they are not cast at every use."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()

@@ -1,6 +1,6 @@
 """The private names of torch that this library needs; `torch<3` bounds them.
 
-For both, torch has public names only in its newest releases: `torch.compile(recompile_limit=...)` and
+torch has public names for both only in its newest releases: `torch.compile(recompile_limit=...)` and
 `torch.cpu.get_capabilities`.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 
 def compile_for_all() -> None:
-    """Let one layer's code be compiled often, and train without a compiler, more slowly, where there is none."""
+    """Let one layer's code be compiled often; where there is no compiler, train without, more slowly."""
     torch._dynamo.config.suppress_errors = True
     # The same code is compiled for each adapter, with and without gradients, and for each kind of mask.
     torch._dynamo.config.recompile_limit = 64

@@ -1,7 +1,7 @@
-"""Stages answer, next_token and reconstruction: likelihood of a text read from slots.
+"""The stages answer, next_token and reconstruction, which train on the likelihood of a text given slots.
 
-Answers (ArcAligner, eq. 10; ComprExIT, section 3.3; xRAG), the text that follows a compressed beginning (ComprExIT's
-first phase, section 3.3), or the passages themselves (ArcAligner, section 3.5, stage I; xRAG's pretraining).
+The text is an answer (ArcAligner, eq. 10; ComprExIT, section 3.3; xRAG), the continuation of a compressed beginning
+(ComprExIT's first phase, section 3.3), or the passage itself (ArcAligner, section 3.5, stage I; xRAG's pretraining).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ctx_compress_rag.training.stages.compression import CompressionRecipe, Obje
 
 
 class AnswerRecipe(CompressionRecipe):
-    """The likelihood of answers read from slots (fine-tuning in ArcAligner and ComprExIT).
+    """The recipe of stage answer: the likelihood of answers given slots (fine-tuning in ArcAligner and ComprExIT).
 
     `self_distillation` is the weight of KL(decoder with text || decoder with slots) on the same tokens (xRAG).
     """
@@ -47,11 +47,11 @@ class AnswerRecipe(CompressionRecipe):
 
 
 class LikelihoodLoss(BatchMean, SlotObjective):
-    """Cross-entropy of the answers' tokens given the slots, mean over the batch's tokens, summed over its ratios.
+    """The cross-entropy of the answers' tokens given slots, averaged over the batch's tokens, summed over its ratios.
 
     The collator decides what the answers are: answers to questions, the passages' own text (reconstruction), or the
     text that follows them (next token). `self_distillation` is the weight of KL(decoder with text || decoder with
-    slots) on the same tokens, mean over them (xRAG, Cheng et al., 2024, where it is 2).
+    slots), averaged over the same tokens (xRAG, Cheng et al., 2024, where it is 2).
     """
 
     def __init__(self, bundle: Bundle, self_distillation: float = 0.0) -> None:
@@ -77,7 +77,10 @@ class LikelihoodLoss(BatchMean, SlotObjective):
 
 @dataclass
 class AnswerCollator(ExampleCollator):
-    """Examples -> the arguments of `LikelihoodLoss`; `with_text` also makes full-text prompts, for the teacher."""
+    """A collator that turns examples into the arguments of `LikelihoodLoss`.
+
+    `with_text` also makes prompts with the full text, for the teacher.
+    """
 
     with_text: bool = False
 
@@ -103,14 +106,15 @@ class AnswerCollator(ExampleCollator):
         }
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
-        """The example whose questions are asked about `texts`, its shortened passages."""
+        """Return the example whose questions are asked about `texts`, its shortened passages."""
         return example
 
 
 class NextTokenRecipe(CompressionRecipe):
-    """The likelihood of the text that follows a compressed beginning (ComprExIT, section 3.3).
+    """The recipe of stage next_token: the likelihood of what follows a compressed beginning (ComprExIT, section 3.3).
 
-    Compresses `data.max_context_tokens` and predicts `data.max_answer_tokens`; questions are ignored.
+    The first `data.max_context_tokens` are compressed, the next `data.max_answer_tokens` predicted, and questions
+    ignored.
     """
 
     asks = False
@@ -123,7 +127,7 @@ class NextTokenRecipe(CompressionRecipe):
 
 @dataclass
 class NextTokenCollator:
-    """Examples -> the arguments of `LikelihoodLoss`: text that continues after its compressed beginning.
+    """A collator that turns examples into the arguments of `LikelihoodLoss`: text after its compressed beginning.
 
     An example's passages are joined into one text. Its beginning is compressed, and the rest is predicted after the
     decoder's BOS and the slots (ComprExIT, appendix A.4: 512 and 128 tokens). A text shorter than both together is
@@ -160,10 +164,10 @@ class NextTokenCollator:
 
 
 class ReconstructionRecipe(CompressionRecipe):
-    """The likelihood of passages reconstructed from their slots (ArcAligner, stage I, eq. 10).
+    """The recipe of stage reconstruction: the likelihood of passages given their slots (ArcAligner, stage I, eq. 10).
 
-    Each distinct passage of the data is a row of its own; questions are ignored. Passages, and so the answers, are
-    truncated to `data.max_context_tokens`. One of the paper's prompts is drawn for each (table 7).
+    Each distinct passage of the data is an example, and questions are ignored. Passages, and so the answers, are
+    truncated to `data.max_context_tokens`. One of the paper's prompts (table 7) is drawn for each.
     """
 
     asks = False
@@ -177,7 +181,7 @@ class ReconstructionRecipe(CompressionRecipe):
 
 
 class ReconstructionCollator(AnswerCollator):
-    """Examples of one passage each -> the arguments of `LikelihoodLoss`: the passage, shortened, is the answer."""
+    """A collator of examples with one passage each, which is, shortened, the answer that `LikelihoodLoss` trains on."""
 
     def asked(self, example: Example, texts: Sequence[str]) -> Example:
         [text] = texts

@@ -1,4 +1,4 @@
-"""What the stages that train a compressor and its reader share: settings, where they start, and what they save."""
+"""What all stages that train a compressor and its reader share: settings, the bundle to start from, and the job."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ Objective = tuple[SlotObjective, Collate, Examples]
 
 
 class RatioStep(Strict):
-    """From `step` on, train all of these ratios, or draw `sample` of them for each step or for each example.
+    """A part of a curriculum: from `step` on, train all `ratios`, or `sample` of them, drawn for each step or example.
 
-    One for each example is the ablation of "Simple Context Compression" (table 3).
+    One ratio drawn for each example is the ablation of "Simple Context Compression" (table 3).
     """
 
     step: int = Field(ge=0)
@@ -54,14 +54,14 @@ class RatioStep(Strict):
 
 
 class CompressionRecipe(Recipe):
-    """Train a compressor and its reader: the settings that all such stages share.
+    """The settings that all stages share that train a compressor and its reader.
 
-    Starts from untrained weights for `decoder`, or from a `bundle`: one that an earlier stage made, or a shipped one's
-    name. What a recipe with a bundle leaves out (`name`, `reads`, `base_ratio`, `ratios`, `window`, the prompt) is the
-    bundle's; a `method` given with it replaces the bundle's settings, and must fit its weights.
+    Training starts from untrained weights for `decoder`, or from a `bundle`, which an earlier stage made or which is
+    shipped under this name. What a recipe with a bundle leaves out (`name`, `reads`, `base_ratio`, `ratios`, `window`,
+    the prompt) is the bundle's. A `method` given with a bundle replaces the bundle's settings and must fit its weights.
 
-    `copy_decoder: false` makes the bundle name the folder given as `decoder`, instead of holding a copy of it.
-    `int8` saves the bundle's matrices in 8 bits; `sources`, `decoder_license` and `limits` go into its model card.
+    With `copy_decoder: false` the new bundle names the folder given as `decoder` and holds no copy of it. `int8` saves
+    the bundle's matrices in 8 bits. `sources`, `decoder_license` and `limits` go into its model card.
 
     Without a `curriculum` every step trains all `ratios`. A curriculum is ours: decoders as small as the demo's do not
     learn to read slots if they start at coarse ratios.
@@ -90,7 +90,7 @@ class CompressionRecipe(Recipe):
     @model_validator(mode="before")
     @classmethod
     def _of_the_bundle(cls, settings: Any) -> Any:
-        """Fill in what the bundle says; one that an earlier stage makes may not exist yet."""
+        """Fill in what the bundle says, unless it does not exist yet because an earlier stage makes it."""
         bundle = settings.get("bundle") if isinstance(settings, dict) else None
         file = Path(SHIPPED.get(str(bundle), bundle or "")) / CONFIG_FILE
         if bundle is None or not file.exists():
@@ -133,7 +133,7 @@ class CompressionRecipe(Recipe):
         return begun[-1] if begun else RatioStep(step=0, ratios=self.ratios)
 
     def ratios_at(self, step: int) -> list[int]:
-        """The ratios to train at a step; the same at every call."""
+        """Return the ratios to train at a step; they are the same at every call."""
         current = self.curriculum_at(step)
         if current.sample is None or current.sample >= len(current.ratios) or current.each == "example":
             return current.ratios
@@ -144,12 +144,12 @@ class CompressionRecipe(Recipe):
         return PromptBuilder(bundle.tokenizer, self.data.max_answer_tokens, config.separator, config.answer_prefix)
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
-        """What a stage minimizes for a bundle, and on what; each stage has its own."""
+        """Return the loss that the stage minimizes, its collator and its examples; each stage has its own."""
         raise NotImplementedError
 
 
 def start(recipe: CompressionRecipe) -> Job:
-    """Make the job that trains a bundle and saves it; its report includes those of earlier stages."""
+    """Make the job that trains a bundle and saves it. Its report includes the reports of earlier stages."""
     examples = load_examples(recipe)
     bundle = start_bundle(recipe, examples)
     objective, collate, arranged = recipe.objective(bundle, examples)
@@ -182,7 +182,7 @@ def start(recipe: CompressionRecipe) -> Job:
 
 
 def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
-    """The bundle that training starts from."""
+    """Return the bundle that training starts from."""
     settings: dict[str, Any] = {
         "name": recipe.name,
         "base_ratio": recipe.base_ratio,
@@ -215,7 +215,7 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
 
 
 def _compare_decoders(teacher: Path, decoder: str) -> None:
-    """Warn of a teacher for another decoder. Not an error: a decoder's folder may have been moved."""
+    """Warn if the teacher was trained on another decoder. It is no error, because the folder may have been moved."""
     file = teacher / "adapter_config.json"
     own = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") if file.exists() else None
     if own and Path(own).resolve() != Path(decoder).resolve():

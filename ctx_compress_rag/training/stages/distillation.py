@@ -1,4 +1,4 @@
-"""Stage distillation: slots read as the teacher reads the text (Simple Context Compression, section 4.2)."""
+"""The stage distillation: slots are read as the teacher reads the text (Simple Context Compression, section 4.2)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ REPEAT = "Repeat the text."
 
 
 class DistillationRecipe(CompressionRecipe):
-    """Distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6).
+    """The recipe of distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6).
 
     Attributes:
-        reconstruction_weight: weight of the next-token loss of passages repeated from their slots; not in the paper.
-        repeat_per_batch: how many passages of a batch to repeat, if they have a weight.
+        reconstruction_weight: the weight of the next-token loss of passages repeated from their slots; not in the
+            paper.
+        repeat_per_batch: how many passages of a batch are repeated, if `reconstruction_weight` is above 0.
     """
 
     stage: Literal["distillation"]
@@ -47,9 +48,9 @@ class DistillationRecipe(CompressionRecipe):
 
 
 class DistillationLoss(BatchMean, SlotObjective):
-    """Sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), mean over the batch's examples.
+    """The sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), averaged over the examples.
 
-    The bundle's decoder, reading plain text, is the teacher.
+    The teacher is the bundle's decoder reading plain text.
     """
 
     def __init__(self, bundle: Bundle, reconstruction_weight: float = 0.0) -> None:
@@ -67,7 +68,7 @@ class DistillationLoss(BatchMean, SlotObjective):
         prompts: PromptBatch,
         repeats: PromptBatch,
     ) -> Tensor:
-        """The loss of a batch; `repeats` are prompts whose answer is a passage's own text."""
+        """Return the loss of a batch; `repeats` are prompts whose answer is a passage's own text."""
         examples, repeated_tokens = items
         targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
@@ -85,7 +86,7 @@ class DistillationLoss(BatchMean, SlotObjective):
 
 @dataclass(frozen=True)
 class RepeatingExample(Example):
-    """An example of which some passages are also repeated from their slots."""
+    """An example some of whose passages are also repeated from their slots."""
 
     repeated: tuple[str, ...] = ()
 
@@ -112,7 +113,7 @@ def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed
 
 @dataclass
 class DistillationCollator(AnswerCollator):
-    """Examples -> the arguments of `DistillationLoss`; a `RepeatingExample` says what to repeat."""
+    """A collator that makes the arguments of `DistillationLoss`. A `RepeatingExample` says what is repeated."""
 
     with_text: bool = True
 

@@ -1,4 +1,4 @@
-"""Stage ram: answers from kept and skimmed segments, and which segments to keep (Read As Human, eq. 7-9)."""
+"""The stage ram: learn to answer from kept and skimmed segments, and which to keep (Read As Human, eq. 7-9)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ctx_compress_rag.training.stages.compression import CompressionRecipe, Obje
 
 
 class RamRecipe(CompressionRecipe):
-    """Learn to answer from kept and skimmed segments, and which segments to keep (Read As Human, eq. 7-9).
+    """The recipe of RAM: learn to answer from kept and skimmed segments, and which to keep (Read As Human, eq. 7-9).
 
-    One run trains all ratios: each question draws one of the step's.
+    One run trains all ratios, because each question draws one of the step's ratios.
 
     Attributes:
         base_ratio: the method's `segment_tokens`.
@@ -47,7 +47,7 @@ class RamRecipe(CompressionRecipe):
     contrastive: bool = True
 
     def slot_ratios(self) -> list[int]:
-        """The segments' length alone: `ratios` apply to prompts."""
+        """Return the length of segments alone, because `ratios` apply to prompts."""
         return [self.base_ratio]
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
@@ -61,7 +61,7 @@ class RamRow:
     """One question about `example`.
 
     Attributes:
-        passages: which of the batch's passages the prompt has, in order.
+        passages: the indices of the prompt's passages in the batch, in order.
         question: the question's token ids.
         positives: for each segment of these passages, whether the question needs it.
     """
@@ -74,19 +74,19 @@ class RamRow:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens in the question; the model decides which tokens of its passages follow."""
+        """Return the number of tokens in the question; which tokens of its passages follow is decided by the model."""
         return len(self.question)
 
 
 class RamLoss(BatchMean, SlotObjective):
-    """L_nll + L_con (eq. 9), mean over the batch's questions.
+    """The loss L_nll + L_con (eq. 9), averaged over the batch's questions.
 
-    Each question draws one of the step's reductions (section 4.1). Prompts are built as `RamCompressor.render` and the
-    decoder build them: kept segments are text, tokenized with the prompt.
-    The choice of segments passes no gradient: L_con trains the representations, and L_nll the skimmed vectors, with
-    them the encoder and the alignment matrix.
+    Each question draws one of the step's ratios (section 4.1). Prompts are built as `RamCompressor.render` and the
+    decoder build them: kept segments are text, tokenized with the prompt. The choice of segments passes no gradient.
+    L_con trains the representations of segments; L_nll trains the vectors of skimmed segments. Both train the encoder,
+    and L_nll also the alignment matrix.
 
-    `temperature` is tau of eq. 8; `contrastive=False` is the paper's ablation without L_con.
+    `temperature` is tau of eq. 8. `contrastive=False` is the paper's ablation without L_con.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class RamLoss(BatchMean, SlotObjective):
         return loss / items.squeeze(0)
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
-        """L_con of a question (eq. 8); 0 if no segment is positive."""
+        """Return L_con of a question (eq. 8), which is 0 if no segment is positive."""
         log_p = (relevance(question, segments) / self.temperature).log_softmax(0)
         positive = torch.tensor(positives, device=log_p.device)
         return -log_p[positive].sum() / max(1, int(positive.sum()))
 
     def _likelihood(self, prompts: PromptBatch, softs: Sequence[SoftContext]) -> Tensor:
-        """L_nll (eq. 7): mean over each answer's tokens, sum over questions."""
+        """Return L_nll (eq. 7), averaged over each answer's tokens and summed over questions."""
         logits, targets = self.answer_logits(prompts, SlotBatch.of(softs))
         lengths = prompts.answer_lengths()
         answers = zip(logits.split(lengths), targets.split(lengths), strict=True)
@@ -146,14 +146,14 @@ class RamLoss(BatchMean, SlotObjective):
 
 @dataclass
 class RamCollator(ExampleCollator):
-    """Examples -> the arguments of `RamLoss`: one prompt for each question, since its context depends on it.
+    """A collator that makes the arguments of `RamLoss`: a prompt for each question, since its context depends on it.
 
-    Positives are the segments that contain a part of the question's `evidence`: the positions that a dataset marks,
-    or a large model, as in the paper. Without evidence they are the segments that contain an accepted answer, word
-    by word. A question has no positives, and no contrastive term, if its answer is nowhere in the text, or is yes or
-    no: finding these words does not mean finding the answer. A truncated context may lose its evidence.
+    Positives are the segments that contain a part of the question's `evidence`, the positions that a dataset or, in the
+    paper, a large model marks. Without evidence they are the segments that contain an accepted answer, word by word. A
+    question has no positives, and no contrastive term, if its answer is nowhere in the text, or is yes or no, because
+    finding these words does not mean finding the answer. A context that is cut may lose its evidence.
 
-    `segment_tokens` is the length of a segment; a template is drawn for each question.
+    `segment_tokens` is the length of a segment. A template is drawn for each question.
     """
 
     segment_tokens: int

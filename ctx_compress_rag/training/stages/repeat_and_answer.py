@@ -1,7 +1,7 @@
-"""Stage repeat_and_answer: answers and repeated passages in packed rows, which two CPU cores can train.
+"""The stage repeat_and_answer: answers and repeated passages in packed rows, which two CPU cores can train.
 
-Not from a paper. A decoder that has never seen slots learns to read them many times faster if it also repeats
-passages from them: every token of a passage is then a target, not only the few tokens of an answer.
+It is from no paper. A decoder that has never seen slots learns to read them many times faster if it also repeats
+passages from them, because every token of a passage is then a target, and not only the few tokens of an answer.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _AGAIN = 0.6  # share of repeated passages that are taken from those already enc
 
 
 class RepeatStep(Strict):
-    """From `step` on, this share of a batch's sequences repeats a passage; the others answer questions."""
+    """A part of the training: from `step` on, this share of a batch's sequences repeats a passage; others answer."""
 
     step: int = Field(ge=0)
     share: float = Field(ge=0, le=1)
 
 
 class RepeatAndAnswerRecipe(CompressionRecipe):
-    """Train on answers and repeated passages, read from slots, in packed rows; see the module.
+    """The recipe that trains on answers and repeated passages, read from slots, in packed rows; see the module.
 
-    `data.files` hold the questions; their passages and those of `data.texts` are repeated. Each sequence draws one
-    of the step's ratios; a ratio that is listed twice is drawn twice as often.
+    `data.files` hold the questions. Their passages and those of `data.texts` are repeated. Each sequence draws one of
+    the step's ratios; a ratio that is listed twice is drawn twice as often.
 
     Attributes:
-        packing: the rows.
+        packing: the size of a packed batch.
         repeat: the share of a batch's sequences that repeat a passage, for each part of the training.
     """
 
@@ -96,13 +96,13 @@ class TokenVectors(Protocol):
     """A compressor whose slots are means of vectors that it makes of tokens, under any attention mask."""
 
     def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """The vectors to pool: (batch, length) -> (batch, length, dim)."""
+        """Return the vectors to pool: (batch, length) -> (batch, length, dim)."""
 
 
 class PackedSlotLoss(SlotObjective):
-    """Cross-entropy of answers and of repeated passages; the mean of each kind has half of the weight.
+    """The cross-entropy of answers and of repeated passages. The mean of each of the two kinds has half of the weight.
 
-    Each sequence has its own ratio, drawn by the data. `measured` are passages for `measure`.
+    Each sequence has its own ratio, which the data draws. `measured` are passages for `measure`.
     """
 
     def __init__(self, bundle: Bundle, measured: Sequence[str] = ()) -> None:
@@ -138,7 +138,7 @@ class PackedSlotLoss(SlotObjective):
 
 @torch.no_grad()
 def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[str, float]:
-    """Cross-entropy a token of the beginnings of passages, repeated from slots: does the decoder read them?
+    """Return the cross-entropy a token of the beginnings of passages, repeated from slots: does the decoder read them?
 
     Returns: "right", from the passage's own slots; "wrong", from the next passage's; "none", without slots.
     """
@@ -158,7 +158,7 @@ def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[
 
 
 def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The mean vector of each slot's tokens, and their number: (tokens, dim), (tokens,) -> (count, dim), (count,)."""
+    """Return mean and number of each slot's token vectors: (tokens, dim), (tokens,) -> (count, dim), (count,)."""
     vectors = vectors.float()
     sums = vectors.new_zeros(count, vectors.shape[1]).index_add(0, slots, vectors)
     counts = torch.bincount(slots, minlength=count)
@@ -167,10 +167,10 @@ def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class PackedSlotData(Dataset[PackedSlots]):
-    """The batches of a training, each made on request; the same number gives the same batch.
+    """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
-    Each batch takes the next examples, over and over; `texts` are passages to repeat, besides those already encoded
-    for its questions.
+    Each batch takes the next examples, again and again. `texts` are passages to repeat, besides those that are already
+    encoded for the questions of the batch.
     """
 
     builder: PromptBuilder
@@ -244,14 +244,14 @@ class _Filling:
         return self._place(prompt, [ids], ratio, REPEAT, None if start is None else start + cut)
 
     def _prompt(self, example: Example, template: str, passages: Sequence[Tensor], ratio: int) -> Prompt:
-        """The prompt with positions for its slots, which the loss makes."""
+        """Return the prompt with positions for its slots, which the loss makes."""
         slots = [torch.empty(-(-len(ids) // ratio), 0) for ids in passages]
         return self.data.builder.holed_prompt(example, template).fill(slots)
 
     def _place(
         self, prompt: Prompt, passages: Sequence[Tensor], ratio: int, kind: int, encoded_at: int | None = None
     ) -> bool:
-        """Place a prompt and its passages (unless one is already encoded); False if there is no room."""
+        """Place a prompt and its passages, except one already encoded; return whether there was room."""
         room = encoded_at is not None or self.passages.fits(*(len(self.before) + len(ids) for ids in passages))
         if not room or not self.prompts.fits(prompt.length):
             return False

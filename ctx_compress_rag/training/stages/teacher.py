@@ -1,4 +1,4 @@
-"""The teacher: a decoder trained to answer from full text, on the answers' tokens."""
+"""The teacher: a decoder that is trained to answer from full text, on the answers' tokens."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ctx_compress_rag.training.recipe import register
 
 
 class TeacherRecipe(Recipe):
-    """Train a LoRA adapter of a decoder on question answering with full text.
+    """The recipe of a teacher: a decoder's LoRA adapter, trained on question answering with full text.
 
     Attributes:
         decoder: a folder, hub id or GGUF file.
         revision: the decoder's revision on the hub.
         tune: the adapter.
-        packing: pack prompts into rows; prompts without room in their batch are left out.
+        packing: the size of a packed batch; prompts without room in their batch are left out. None packs nothing.
     """
 
     stage: Literal["teacher"]
@@ -54,7 +54,7 @@ class TeacherRecipe(Recipe):
 
 
 class AnswerLoss(BatchMean, nn.Module):
-    """Next-token loss on the answers' tokens, mean over the batch."""
+    """The next-token loss on the answers' tokens, averaged over the batch."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class AnswerLoss(BatchMean, nn.Module):
         return answers[:, 1:].sum().float()
 
     def loss(self, items: Tensor, input_ids: Tensor, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
-        """The loss of a right-padded batch; tensors are (batch, length).
+        """Return the loss of a right-padded batch; tensors are (batch, length).
 
-        The decoder gets no mask: with padding on the right no real token attends to it, and plain
-        causal attention is faster.
+        The decoder gets no mask, because with padding on the right no real token attends to it, and plain causal
+        attention is faster.
         """
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
         wanted = answers[:, 1:]
@@ -76,7 +76,7 @@ class AnswerLoss(BatchMean, nn.Module):
 
 @dataclass
 class TextCollator(ExampleCollator):
-    """Examples -> a right-padded batch of full-text prompts, each with a template drawn for it."""
+    """A collator that turns examples into a right-padded batch of full-text prompts, with a template drawn for each."""
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         prompts = []
@@ -91,7 +91,7 @@ class TextCollator(ExampleCollator):
 
 
 class PackedTextLoss(nn.Module):
-    """Mean cross-entropy of the answers' tokens, for a decoder with an adapter and a frozen head."""
+    """The mean cross-entropy of the answers' tokens in packed rows, for a decoder with an adapter and a frozen head."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
@@ -105,9 +105,9 @@ class PackedTextLoss(nn.Module):
 
 @dataclass
 class PackedTextData(Dataset[PackedRows]):
-    """The batches of a training, each made on request; the same number gives the same batch.
+    """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
-    Each batch takes the next examples, over and over, and leaves out those without room.
+    Each batch takes the next examples, again and again, and leaves out those without room.
     """
 
     builder: PromptBuilder
