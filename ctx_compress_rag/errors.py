@@ -81,7 +81,7 @@ class DataError(CtxCompressError, ValueError):
     """Raised if training or evaluation data is malformed, or held-out questions are among the training data."""
 
 
-def conversion(error: UnicodeDecodeError) -> str:
+def conversion_command(error: UnicodeDecodeError) -> str:
     """Return the shell command that converts a file to UTF-8, for the message about bytes that are not UTF-8."""
     coding = "UTF-16" if error.object[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "LATIN1"
     return f"iconv -f {coding} -t UTF-8"

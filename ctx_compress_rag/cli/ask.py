@@ -70,7 +70,7 @@ def ask(
         retrieval, fit = Retrieval(opened, k, marking), Fit(opened.bundle)
         for each in _asked() if question is None else [question]:
             fit.warn_of_question(each)
-            prompt, sources = retrieval.ask([{"role": "user", "content": each}])
+            prompt, sources = retrieval.retrieve([{"role": "user", "content": each}])
             _print(decoder.stream(prompt, sampling), sources, extractive)
 
 

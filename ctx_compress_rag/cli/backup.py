@@ -20,9 +20,9 @@ def backup(
 
     Others may write to it meanwhile. The copy contains the key and is used as it is.
     """
-    from ctx_compress_rag.indexing.index import check_there
+    from ctx_compress_rag.indexing.index import check_store_exists
     from ctx_compress_rag.store.place import Folder
 
-    check_there(store)
+    check_store_exists(store)
     Folder(Path(store)).back_up(Path(target))
     print(f"{store} copied to {target}")

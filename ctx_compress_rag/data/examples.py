@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ctx_compress_rag.errors import DataError, conversion
+from ctx_compress_rag.errors import DataError, conversion_command
 from ctx_compress_rag.strict import explain
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def open_text(path: Path) -> Iterator[IO[str]]:
         raise DataError(f"no data file at {path}: correct the path") from None
     except UnicodeDecodeError as error:
         raise DataError(
-            f"cannot read {path} ({error}): give a file in UTF-8, for instance with {conversion(error)}"
+            f"cannot read {path} ({error}): give a file in UTF-8, for instance with {conversion_command(error)}"
         ) from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"cannot read {path} ({error}): give a file in UTF-8, packed or not") from error

@@ -17,7 +17,7 @@ from ctx_compress_rag.errors import DataError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS
 from ctx_compress_rag.indexing.chunking import chunk
 from ctx_compress_rag.indexing.fit import Fit
-from ctx_compress_rag.indexing.index import PassageIndex, check_there, make_passage
+from ctx_compress_rag.indexing.index import PassageIndex, check_store_exists, make_passage
 from ctx_compress_rag.indexing.inputs import Input, as_text
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
 from ctx_compress_rag.store.passage import passages_in
@@ -151,7 +151,7 @@ def compress_collection(
 
     Soft contexts of passages that the app deleted stay; `SoftContextStore.sync` removes them, too.
     """
-    check_there(folder)
+    check_store_exists(folder)
     client = chromadb.PersistentClient(str(folder))
     try:
         collection = client.get_collection(name, embedding_function=None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple, Self
 
-from ctx_compress_rag.errors import DataError, conversion
+from ctx_compress_rag.errors import DataError, conversion_command
 from ctx_compress_rag.extras import needs
 
 TEXTS = (".txt", ".md", ".rst", ".json")
@@ -76,7 +76,7 @@ class Reader:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except UnicodeDecodeError as error:
             raise DataError(
-                f"it is not UTF-8 (byte {error.start}); convert it, for instance with {conversion(error)}"
+                f"it is not UTF-8 (byte {error.start}); convert it, for instance with {conversion_command(error)}"
             ) from error
         except OSError as error:
             raise DataError(f"it cannot be read ({error.strerror})") from error

@@ -20,9 +20,9 @@ from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoreInfo
-from ctx_compress_rag.store.chroma_internals import has_database
+from ctx_compress_rag.store.chroma_internals import has_chroma_database
 from ctx_compress_rag.store.collection import Collection, Row, pages
-from ctx_compress_rag.store.connect import check_name, connect
+from ctx_compress_rag.store.connect import check_folder_name, connect
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.passage import passage_batches
 from ctx_compress_rag.store.place import Place
@@ -192,7 +192,7 @@ def open_index(
     """
     from ctx_compress_rag.bundle.bundle import Bundle
 
-    check_there(folder, create)
+    check_store_exists(folder, create)
     if embedder:
         load_embedder(embedder)  # refuse a missing one before a folder is made
     with ExitStack() as on_error:
@@ -228,7 +228,7 @@ class IndexInfo:
 
 def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
     """Return what is in an index, without loading its bundle. With `prune`, delete the orphans first."""
-    check_there(folder)
+    check_store_exists(folder)
     with closing(connect(str(folder))) as place:
         passages, soft = PassageCollection(place, COLLECTION), Collection(place, f"{COLLECTION}-ctx")
         about, (name, embedder) = soft.metadata(), passages.made_with()
@@ -245,11 +245,11 @@ def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
         return IndexInfo(summarize(soft, about), name or str(about["bundle"]), embedder, sources, orphans)
 
 
-def check_there(folder: str | Path, create: bool = False) -> None:
+def check_store_exists(folder: str | Path, create: bool = False) -> None:
     """Raise StoreError if Chroma cannot open a folder, or if it holds no store and `create` is False."""
-    check_name(str(folder))
+    check_folder_name(str(folder))
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
-    if not create and not has_database(Path(folder)):
+    if not create and not has_chroma_database(Path(folder)):
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from ctx_compress_rag.errors import DataError, conversion
+from ctx_compress_rag.errors import DataError, conversion_command
 from ctx_compress_rag.indexing.documents import DOCUMENTS, UNSTRUCTURED, Reader, readable
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.strict import explain
@@ -151,7 +151,7 @@ class Jsonl(Input):
                     except UnicodeDecodeError as error:
                         raise DataError(
                             f"{self.path}, line {number}: not UTF-8 ({error}): convert it, for instance with "
-                            f"{conversion(error)}"
+                            f"{conversion_command(error)}"
                         ) from error
                     except ValidationError as error:
                         said = explain(error).removeprefix("config: ")

@@ -27,7 +27,7 @@ class Retrieval:
         split = (self.index.store.split(message["content"], scope, "text") for message in chat)
         return chat[-1]["role"] == "user" and not any(isinstance(part, Marker) for parts in split for part in parts)
 
-    def ask(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
+    def retrieve(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
         """Return the chat with passages for its last message, and the passages of which the prompt shows something.
 
         Each has `id`, `source`, `similarity`, `text` and what is shown: `sentences` (text), `slots` (their number).

@@ -25,7 +25,7 @@ from ctx_compress_rag.marking.budget import Budget, Retrieved, Sentence, Shown
 from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
-from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, to_passage
+from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, checked_passage
 from ctx_compress_rag.strict import as_int, as_list, validate
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
@@ -160,7 +160,7 @@ class Marking:
                 if any(isinstance(part, Marker) for part in parts):
                     passage.text = _joined(self.store, parts, MAX_CHARACTERS)
                 if passage.text.strip():
-                    passage.id = to_passage(passage.text, id if _is_id(id) else None, place).id
+                    passage.id = checked_passage(passage.text, id if _is_id(id) else None, place).id
             except (ConfigError, MissingPassageError, PayloadError) as error:
                 self._leave(passage, error)
         return passages

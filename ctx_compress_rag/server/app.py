@@ -115,7 +115,7 @@ class _Service:
         if retrieval is None or not retrieval.is_question(chat, scope):
             return await self._generate("chat", body, [chat], request)
         # Where the store is written to: a passage may be missing.
-        asked = asyncio.get_running_loop().run_in_executor(self.writer, retrieval.ask, chat, scope)
+        asked = asyncio.get_running_loop().run_in_executor(self.writer, retrieval.retrieve, chat, scope)
         prompt, sources = await unless_gone(request.receive, asked)
         return await self._generate("chat", body, [prompt], request, sources, retrieval.extractive)
 

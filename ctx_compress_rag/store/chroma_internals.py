@@ -18,7 +18,7 @@ _opened = False
 _forked = False
 
 
-def has_database(folder: Path) -> bool:
+def has_chroma_database(folder: Path) -> bool:
     """Whether Chroma has ever written to the folder. Finds out without an engine, because opening one would write."""
     return os.path.exists(folder / _DATABASE)  # Path.exists raises if this user may not look there
 

@@ -38,7 +38,7 @@ def connect(location: Location | Place) -> Place:
     path = os.fspath(location)
     if not path or (os.path.exists(path) and not os.path.isdir(path)):
         raise StoreError(f"a store needs a folder, and {path!r} is not one")
-    check_name(path)
+    check_folder_name(path)
     return Folder(Path(path))
 
 
@@ -61,7 +61,7 @@ def check_apps_own(collection: chromadb.Collection) -> None:
         raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
 
 
-def check_name(folder: str) -> None:
+def check_folder_name(folder: str) -> None:
     """Raise StoreError for a folder whose name is not UTF-8, because Chroma cannot open it."""
     try:
         folder.encode()

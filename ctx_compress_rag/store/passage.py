@@ -134,7 +134,7 @@ def content_id(text: str) -> str:
     return hashlib.sha256(_utf8(text, "a passage")).hexdigest()[:32]
 
 
-def to_passage(document: object, id: str | None, place: int) -> Passage:
+def checked_passage(document: object, id: str | None, place: int) -> Passage:
     """Return a string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
 
     The id is `id`, else the document's own, else a hash of the text. Messages name `place`, the document's index.
@@ -186,7 +186,7 @@ def to_passage(document: object, id: str | None, place: int) -> Passage:
 def listed_passages(
     documents: Iterable[object] | chromadb.Collection, ids: Iterable[str] | None = None
 ) -> list[Passage]:
-    """Return a passage with an id for each document (see `to_passage`), or for each record of a Chroma collection.
+    """Return a passage with an id for each document (see `checked_passage`) or each record of a Chroma collection.
 
     Raises ConfigError if one of them is not valid, or if the numbers of ids and documents differ.
     """
@@ -201,7 +201,7 @@ def listed_passages(
     names = [None] * len(items) if ids is None else as_list("ids", ids)
     if len(names) != len(items):
         raise ConfigError(f"{len(names)} ids for {len(items)} documents: give one id per document")
-    return [to_passage(item, name, place) for place, (item, name) in enumerate(zip(items, names, strict=True))]
+    return [checked_passage(item, name, place) for place, (item, name) in enumerate(zip(items, names, strict=True))]
 
 
 def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:

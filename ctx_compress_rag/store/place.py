@@ -27,7 +27,7 @@ from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
 from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
 from ctx_compress_rag.store.chroma_errors import disk_fault, explained, lacks_room
-from ctx_compress_rag.store.chroma_internals import check_not_forked, has_database, open_engine
+from ctx_compress_rag.store.chroma_internals import check_not_forked, has_chroma_database, open_engine
 from ctx_compress_rag.store.threads import limited, shielded
 
 DEFAULT_TIMEOUT = 30.0
@@ -141,7 +141,7 @@ class Folder(Place):
         self._tenant, self._database = tenant, database
         self._engine: Client | None = None
         self._generation = b""
-        if not has_database(path):
+        if not has_chroma_database(path):
             above = next(str(each) for each in (path.absolute(), *path.absolute().parents) if os.path.exists(each))
             if not os.access(above, os.W_OK):
                 raise StoreWriteError(
@@ -151,7 +151,7 @@ class Folder(Place):
 
     @contextmanager
     def reading(self, timeout: float) -> Iterator[ClientAPI | None]:
-        if not has_database(self.folder):
+        if not has_chroma_database(self.folder):
             yield None
             return
         with limited(2 * timeout, partial(self._silent, timeout)), self._shared(timeout):

@@ -40,7 +40,7 @@ from ctx_compress_rag.store.passage import (
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
 from ctx_compress_rag.store.records import Records, summarize
 from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
-from ctx_compress_rag.store.threads import abandoned, shielded
+from ctx_compress_rag.store.threads import caller_gone, shielded
 from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.strict import as_int, as_seconds
 
@@ -404,7 +404,7 @@ class SoftContextStore(ProcessBound):
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not (progress and passages)) as bar:
             for batch in passage_batches(passages):
-                if abandoned():
+                if caller_gone():
                     return
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)
                 self._records.write(batch, softs, scope)

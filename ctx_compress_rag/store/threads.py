@@ -64,7 +64,7 @@ class _Call:
 def shielded(function: Callable[P, T]) -> Callable[P, T]:
     """Run each call of a function in a new thread, or directly if it comes from such a thread or none can be started.
 
-    If the caller is interrupted, the call goes on, and can ask `abandoned` whether to stop.
+    If the caller is interrupted, the call goes on, and can ask `caller_gone` whether to stop.
     """
 
     @wraps(function)
@@ -99,7 +99,7 @@ def limited(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
         call.limit = None
 
 
-def abandoned() -> bool:
+def caller_gone() -> bool:
     """Whether the caller of this shielded call was interrupted, so that the call should stop at the next safe place."""
     return bool(getattr(getattr(_here, "call", None), "abandoned", False))
 

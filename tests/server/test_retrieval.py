@@ -65,7 +65,7 @@ def test_a_question_alone_is_answered_from_its_sources(
 
 def test_passages_of_which_nothing_is_shown_are_no_sources(opened: PassageIndex) -> None:
     retrieval = Retrieval(opened, 4, Marking(opened.store, token_budget=40, text_share=0.5))
-    [asked], sources = retrieval.ask([{"role": "user", "content": QUESTION}])
+    [asked], sources = retrieval.retrieve([{"role": "user", "content": QUESTION}])
     assert 0 < len(sources) < 4 and all(source["sentences"] or source["slots"] for source in sources)
     assert asked["content"].count("[[ctx:") == sum(source["slots"] > 0 for source in sources)
 
