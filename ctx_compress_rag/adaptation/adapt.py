@@ -41,8 +41,7 @@ def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptat
     """Return an LLM that answers as the demonstrations do (RAG-GD); `llm` stays unchanged.
 
     All LLMs adapted from one LLM share its weights in memory, and different threads may use them at the same time. The
-    adapter is `adapted.decoder.bundle.adapter`, where `adapted` is the result. Its `save_pretrained` writes a peft
-    adapter.
+    adapter is `adapted.decoder.bundle.adapter`, where `adapted` is the result. `save_pretrained` writes it for peft.
 
     Args:
         llm: an LLM of either framework. An LLM that is already adapted is adapted from its original again.

@@ -142,8 +142,7 @@ class Adapter:
             model: the decoder that the adapter is for. The tensors go to the decoder's device.
 
         Raises:
-            BundleError: the adapter is missing, has more than low-rank factors of one rank, or does not fit the
-                decoder.
+            BundleError: it is missing, has more than low-rank factors of one rank, or does not fit the decoder.
         """
         folder = Path(folder)
         try:

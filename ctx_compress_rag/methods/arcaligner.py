@@ -103,8 +103,7 @@ class SelectiveLora(nn.Module):
     M enters at each linear layer, W x + M * B A x, as in the method that the paper cites (P-LoRA; Dong et al., 2024),
     so dF is everything that these updates change. A text position then uses only frozen weights at every layer, and its
     keys and values are those that the frozen decoder computes from its state. The state of a text position before any
-    slot is the frozen decoder's. A text position after a slot has read the slot's adapted keys and values, which is the
-    purpose of the update.
+    slot is the frozen decoder's. A text position after a slot has read the slot's adapted keys and values, as intended.
 
     Attributes:
         slots: where updates are added now; None outside `on`. Gradient checkpointing reads this attribute.
@@ -179,8 +178,8 @@ class ArcAlignerReader(Reader):
     positions beyond the mask are text.
 
     The last layer's states at slots are read only by predictions at slots. If text follows the slots, as in every
-    prompt with a question, the gate of the last layer learns nothing, and its loops change no answer, so `gated_layers`
-    may leave out the last layer.
+    prompt with a question, the last layer's gate learns nothing and its loops change nothing; `gated_layers` may leave
+    it out.
 
     Dropout in the LoRA, and eq. 7 in place of the hard gate, are used only in training mode with gradients enabled.
 
@@ -194,8 +193,7 @@ class ArcAlignerReader(Reader):
 
     Attributes:
         last_loops: for each gated layer, the number of passes after the mandatory one that each slot of the last
-            prompts took: int64 (batch, length), 0 to `loops`, and -1 at other positions. (The paper's case studies
-            count from 1.)
+            prompts took: int64 (batch, length), 0 to `loops`, and -1 at other positions. (The paper counts from 1.)
 
     Raises:
         ConfigError: a gated layer does not exist, or the decoder's layers cannot be adapted.

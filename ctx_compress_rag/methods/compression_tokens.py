@@ -19,8 +19,7 @@ from ctx_compress_rag.models.backbone import Backbone
 class CompressionTokensConfig(MethodConfig):
     """The settings of compression tokens, one learned token for all slots (Simple Context Compression, section 5.1).
 
-    `attention` says how compression tokens see each other: "causal", as in the decoder, or "bidirectional". The text is
-    always read causally.
+    `attention` among compression tokens is "causal", as in the decoder, or "bidirectional". The text is read causally.
     """
 
     name: Literal["compression_tokens"] = "compression_tokens"

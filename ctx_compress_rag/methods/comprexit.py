@@ -155,8 +155,7 @@ class ComprexitCompressor(TokenCompressor):
     """A compressor of the frozen decoder's hidden states: it mixes them over layers, and transports them to slots.
 
     The paper's layers 1..L are the outputs of the decoder's L blocks, the last one after the final norm, as
-    transformers returns it. The embeddings are not among them. The text is read causally, as the decoder always reads
-    it.
+    transformers returns it. The embeddings are not among them. The text is read causally, as always by the decoder.
 
     A segment holds as many whole local fields of `ratio` tokens as fit into `segment_tokens`, at least one, so that a
     passage has ceil(tokens / ratio) slots at any ratio. Only the last field of a passage may be shorter.

@@ -23,15 +23,12 @@ class MeanPoolingConfig(MethodConfig):
     """The settings of mean pooling (Simple Context Compression, section 4.1).
 
     `embedding_skip`, `layers`, `hidden_map` and `positions` are not in the paper and off by default. With
-    `embedding_skip` small decoders learn to read slots sooner; the others help to train a pretrained decoder in a few
-    hours.
+    `embedding_skip` small decoders learn to read slots sooner; the others help to train a pretrained decoder in hours.
 
     Attributes:
-        embedding_skip: before pooling, scale each token's hidden state to the embeddings' size, and add the token's
-            embedding.
+        embedding_skip: scale hidden states to the size of embeddings, and add each token's embedding, before pooling.
         layers: how many of the decoder's first layers, before its final norm, the encoder has; None means all. Fewer
-            layers encode and train faster. 0 is the paper's ablation without an encoder (table 3), which pools token
-            embeddings.
+            layers encode and train faster. 0 is the paper's ablation that pools token embeddings (table 3).
         hidden_map: with `embedding_skip`, pass hidden states through a linear map that starts at zero. An untrained
             slot is then the mean of its tokens' embeddings, which the decoder can nearly read. Unmapped hidden states
             destroy this ability in a few steps.
@@ -94,8 +91,7 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
     def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Return the vectors to pool, (batch, length, dim), for rows that hold several passages.
 
-        `mask` is additive, as transformers takes it: (batch, 1, length, length). `positions` count within each passage:
-        (batch or 1, length).
+        `mask` is additive, (batch, 1, length, length). `positions` count within each passage, (batch or 1, length).
         """
         with self.trunk() as trunk:
             embeddings: Tensor = self.backbone.embeddings(input_ids)

@@ -26,8 +26,7 @@ class MemoryTokensConfig(OneRatioConfig):
     Attributes:
         slots: the number of memory tokens after a window. A full window has `ratio` times as many source tokens.
         begin: the number of learned vectors before each window.
-        bos: where the decoder's BOS stands: before every "window", or before the "first" of a passage, as one of its
-            tokens.
+        bos: where the decoder's BOS stands: before every "window", or as a token of a passage's "first" window.
         eos: whether the decoder's end token stands after each window.
         equal: whether a passage is cut into windows of equal length (ICAE), and not into full windows and a rest.
         wrap: the learned vectors that the decoder reads around the slots.

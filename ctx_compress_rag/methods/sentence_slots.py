@@ -178,8 +178,8 @@ class SentenceSlotsCompressor(Compressor):
 
     - "sentence": a sentence. The ratio has no effect.
     - "passage": the whole passage, as in xRAG. The ratio has no effect.
-    - "tokens": sentences merged or cut to at most `ratio` decoder tokens, for any ratio. The paper halves sentences or
-      joins three (section 4.10).
+    - "tokens": sentences merged or cut to at most `ratio` decoder tokens, for any ratio. The paper halves or joins them
+      (section 4.10).
 
     A store's window is the most tokens that any unit may have. A longer passage or sentence becomes several units. The
     encoder cuts off text beyond its own longest input, so choose a window that fits.

@@ -34,8 +34,7 @@ class GgufDecoder(Strict):
         repo: a hub repository, at the `revision` of the bundle or recipe.
         file: the file's name in the package or repository, with its folders where needed.
         path: the file's path.
-        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because it identifies the file's
-            content wherever the file is.
+        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, to identify a file anywhere.
     """
 
     package: str | None = Field(default=None, min_length=1)

@@ -33,8 +33,7 @@ class UnloadedModel:
         generation_config: the model's own settings for generation.
         device: where the model will be.
         dtype: the dtype that its weights will have.
-        load: a function that loads the model in eval mode with frozen parameters, and raises a BundleError if it
-            cannot.
+        load: a function that loads the model in eval mode with frozen parameters, or raises a BundleError.
     """
 
     config: Any

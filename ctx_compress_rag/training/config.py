@@ -55,19 +55,18 @@ class OptimConfig(Strict):
     Attributes:
         steps: the number of steps.
         batch_size: examples in a step, of all processes together.
-        micro_batch_size: examples that a process takes at once, which does not change gradients; None takes its whole
-            share.
+        micro_batch_size: examples that a process takes at once (None: its whole share); it does not change gradients.
         learning_rate, final_learning_rate: after the warm-up the rate falls from the first to the second by `schedule`.
         muon_learning_rate: the rate of Muon, which then trains the matrices, while AdamW trains the rest. Decoders of a
             few million weights then learn to answer in a fraction of the steps.
         warmup_ratio: the share of the steps in which the rate rises from zero.
         average: the decay of an exponential moving average of the weights, which is saved in place of the last weights.
-            0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with small
-            batches and high learning rates.
+            0.99 averages about the last 100 steps. A single step's weights are noisier, especially in small batches and
+            at high rates.
         bf16: compute in bfloat16; ignored on a CPU without bfloat16 instructions.
         compile: compile the decoder layers, which share their code, for batches of any shape.
-        checkpoint_layers: keep only the input of each decoder layer, and run the layer again in the backward pass,
-            which saves memory and costs time.
+        checkpoint_layers: keep only each decoder layer's input, and run the layer again in the backward pass. This
+            saves memory, not time.
     """
 
     steps: int = Field(default=48_000, gt=0)

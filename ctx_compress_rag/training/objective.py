@@ -60,8 +60,7 @@ class SlotObjective(nn.Module, ABC):
     Attributes:
         ratios: the ratios of the current step.
         sample: the number of ratios that are drawn for each example; None trains every example at all ratios.
-        seed, step: seeds of the draws. Otherwise a draw depends only on the example, so that micro-batches and
-            processes change nothing.
+        seed, step: seeds of the draws. A draw also depends on the example, and not on micro-batches or processes.
     """
 
     def __init__(self, bundle: Bundle) -> None:

@@ -41,8 +41,7 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
 class PromptBuilder:
     """A maker of prompts from examples, for one tokenizer. An answer has the same token ids after text and after slots.
 
-    `separator` stands between the slots of two passages. `answer_prefix` begins an answer from slots and counts as
-    prompt.
+    `separator` stands between the slots of two passages. `answer_prefix` is prompt text before an answer from slots.
     """
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.

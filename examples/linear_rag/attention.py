@@ -22,15 +22,15 @@ class LinearAttention:
     output: Tensor
 
     def attend(self, tokens: Tensor, context: Tensor, injected: Tensor | None = None) -> Tensor:
-        """P V K^T q_j for each of `tokens`, with keys and values from the context's tokens only.
+        """Return P V K^T q_j for each of `tokens`, with keys and values from the context's tokens only.
 
-        Without a softmax the product can be computed in any order. This order never computes the context's
-        keys and values, so a single query token costs N times less.
+        Without a softmax the product can be computed in any order. This order never computes the context's keys and
+        values, so a single query token costs N times less.
 
         Args:
             tokens: shape (..., n, d).
             context: shape (..., N, d).
-            injected: rows appended to both the keys and the values (eq. 22), shape (..., k, d).
+            injected: rows appended to both the keys and the values (eq. 22), shape (..., k, d); None appends nothing.
 
         Returns:
             shape (..., n, d).
@@ -43,10 +43,10 @@ class LinearAttention:
 
 
 def gradient_step_layer(w1: Tensor, w2: Tensor, examples: int, rate: float) -> LinearAttention:
-    """The layer of lemma 1: `attend` is zero except for y, where it is what one gradient step adds to the prediction.
+    """Return the layer of lemma 1, whose `attend` is zero except for y, where it is the change of the prediction.
 
-    Tokens are concatenations (x1, x2, y). The step starts from W1 and W2, descends `rag_loss` over the
-    context, and is the same for the context's tokens and the query's (eq. 9, 10).
+    The change is that of one gradient step. Tokens are concatenations (x1, x2, y). The step starts from W1 and W2,
+    descends `rag_loss` over the context, and is the same for the context's tokens and the query's (eq. 9, 10).
 
     Args:
         w1: shape (..., dy, d1).
@@ -71,11 +71,11 @@ def gradient_step_layer(w1: Tensor, w2: Tensor, examples: int, rate: float) -> L
 def stack(
     layer: LinearAttention, context: Tensor, queries: Tensor, depth: int, outputs: int, injected: Tensor | None = None
 ) -> Tensor:
-    """Predictions of `depth` layers with shared weights; with `gradient_step_layer`, those after `depth` steps (eq. 7).
+    """Return predictions of `depth` layers with shared weights; with `gradient_step_layer`, of `depth` steps (eq. 7).
 
-    A later step needs the residual of the earlier steps, so in the context y must become
-    y - dW1 x1 - dW2 x2, which is lemma 1's update with the opposite sign. All tokens are updated with that
-    sign; the query's y goes in as minus its first prediction and comes out as minus its last prediction.
+    A later step needs the residual of the earlier steps, so in the context y must become y - dW1 x1 - dW2 x2, which is
+    lemma 1's update with the opposite sign. All tokens are updated with that sign. The query's y goes in as minus its
+    first prediction and comes out as minus its last prediction.
 
     Args:
         layer: the weights of every layer.

@@ -24,10 +24,10 @@ class Alignment:
     """How close a trained model is to a step of gradient descent, on held-out tasks.
 
     Attributes:
-        features: comparison with the step on the features that the model's own MLP makes from the inputs.
-        inputs: comparison with the step on the inputs themselves, as in the linear regime.
+        features: the comparison with a step on the features that the model's own MLP makes from the inputs.
+        inputs: the comparison with a step on the inputs themselves, as in the linear regime.
         shuffled_loss: the model's loss if each task has the example targets of another task.
-        first_prediction: mean absolute value of W2 x, from which the step on the inputs starts.
+        first_prediction: the mean absolute value of W2 x, from which the step on the inputs starts.
     """
 
     features: PredictorComparison
@@ -46,7 +46,7 @@ def align(
 ) -> Alignment:
     """Train an MLP and a layer together, and compare them with one step at its best rate.
 
-    The paper does not say which features gradient descent uses if there is an MLP: hence both comparisons.
+    The paper does not say which features gradient descent uses if there is an MLP, hence both comparisons.
 
     Args:
         table: the data set.

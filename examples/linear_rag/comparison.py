@@ -14,7 +14,7 @@ from linear_rag.tasks import LinearTasks, Predictor
 
 @dataclass(frozen=True)
 class PredictorComparison:
-    """A predictor compared with a reference: means over tasks.
+    """A comparison of a predictor with a reference; all values are means over tasks.
 
     Attributes:
         loss, reference_loss: squared errors (eq. 21).
@@ -30,7 +30,7 @@ class PredictorComparison:
 
 
 def gradient_descent(rate: float, depth: int = 1) -> Predictor:
-    """The constructed predictor: `depth` layers of lemma 1, that is, steps from W1 = 0 and the tasks' own W2."""
+    """Return the constructed predictor: `depth` layers of lemma 1, or steps from W1 = 0 and the tasks' own W2."""
 
     def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
         layer = gradient_step_layer(x.new_zeros(1, x.shape[-1]), tasks.w2, tasks.context.shape[-2], rate)
@@ -41,7 +41,7 @@ def gradient_descent(rate: float, depth: int = 1) -> Predictor:
 
 
 def trained(layer: LinearAttention, depth: int = 1) -> Predictor:
-    """`depth` layers with the given weights, which see the documents where the interface puts them."""
+    """Return a predictor of `depth` layers with the given weights. The tasks say where the layers see the documents."""
 
     def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
         queries = tasks.queries(x, x.new_zeros(len(x)))
@@ -51,10 +51,10 @@ def trained(layer: LinearAttention, depth: int = 1) -> Predictor:
 
 
 def interpolation(layer: LinearAttention, rate: float) -> Predictor:
-    """One layer halfway between `layer` and gradient descent, by the two products of weights that matter.
+    """Return one layer halfway between `layer` and gradient descent, by the two products of weights that matter.
 
-    Scaling W_K^T W_Q up and P W_V down has no effect, so the trained layer is first rescaled such that its
-    scores of keys and queries match the constructed layer's, by least squares. The injected row is left out.
+    Scaling W_K^T W_Q up and P W_V down has no effect, so the trained layer is first rescaled so that its scores of keys
+    and queries match the constructed layer's, by least squares. The injected row is left out.
     """
 
     def predict(tasks: LinearTasks, x: Tensor) -> Tensor:
@@ -76,13 +76,13 @@ def interpolation(layer: LinearAttention, rate: float) -> Predictor:
 
 
 def loss(predictor: Predictor, tasks: LinearTasks) -> float:
-    """Mean squared error of the queries' predictions (eq. 21)."""
+    """Return the mean squared error of the queries' predictions (eq. 21)."""
     with torch.no_grad():
         return float(F.mse_loss(predictor(tasks, tasks.x), tasks.target))
 
 
 def compare(predictor: Predictor, reference: Predictor, tasks: LinearTasks) -> PredictorComparison:
-    """Compute the quantities that the paper reports, on the given tasks."""
+    """Return the quantities that the paper reports, measured on the given tasks."""
     prediction, sensitivity = _with_sensitivity(predictor, tasks)
     expected, expected_sensitivity = _with_sensitivity(reference, tasks)
     return PredictorComparison(
@@ -95,10 +95,10 @@ def compare(predictor: Predictor, reference: Predictor, tasks: LinearTasks) -> P
 
 
 def learned_rates(layer: LinearAttention, inputs: int, examples: int) -> tuple[float, float]:
-    """The rates that a single layer uses in place of eta for x1 and for x2 (eq. 10, solved for eta).
+    """Return the rates that a single layer uses in place of eta, for x1 and for x2 (eq. 10, solved for eta).
 
-    Each is the mean of its part of the diagonal of W_K^T W_Q, times the factor of P W_V on y, times N. For
-    gradient descent both are eta.
+    Each is the mean of its part of the diagonal of W_K^T W_Q, times the factor of P W_V on y, times N. For gradient
+    descent both are eta.
 
     Args:
         layer: weights for tokens (x1, x2, y) with scalar y.
@@ -110,10 +110,10 @@ def learned_rates(layer: LinearAttention, inputs: int, examples: int) -> tuple[f
 
 
 def feature_rates(variances: Tensor, examples: int) -> Tensor:
-    """The rates with which one gradient step from zero has the least expected loss, if each feature has its own.
+    """Return one rate for each feature, with which one gradient step from zero has the least expected loss.
 
-    Not in the paper. For independent, centered, uniform features and a standard normal teacher the expected
-    loss is a parabola in each rate; its minimum contains E[x^2] and, for a feature times itself, E[x^4].
+    Not in the paper. For independent, centered, uniform features and a standard normal teacher the expected loss is a
+    parabola in each rate. Its minimum contains E[x^2] and, for a feature times itself, E[x^4].
 
     Args:
         variances: variances of x1 and x2, concatenated, shape (d1 + d2,).
@@ -126,16 +126,16 @@ def feature_rates(variances: Tensor, examples: int) -> Tensor:
 
 
 def one_step_rate(tasks: LinearTasks) -> float:
-    """The exact `best_rate` of a single step, without an upper limit: the loss is a parabola in the rate."""
+    """Return the exact `best_rate` of a single step, without an upper limit; the loss is a parabola in the rate."""
     start = tasks.first_prediction(tasks.x)
     move = gradient_descent(1.0)(tasks, tasks.x) - start
     return float((move * (tasks.target - start)).sum() / move.square().sum())
 
 
 def best_rate(tasks: LinearTasks, depth: int = 1, highest: float = 3.0) -> float:
-    """The learning rate with which `gradient_descent` has the least loss on `tasks` (appendix C.1).
+    """Return the learning rate with which `gradient_descent` has the least loss on `tasks` (appendix C.1).
 
-    Takes the best of twelve rates up to `highest`, then a golden-section search around it, to within 0.005.
+    It is searched among twelve rates up to `highest`, then by golden section around the best, to within 0.005.
     """
 
     def at(rate: float) -> float:
@@ -152,7 +152,7 @@ def best_rate(tasks: LinearTasks, depth: int = 1, highest: float = 3.0) -> float
 
 
 def _with_sensitivity(predictor: Predictor, tasks: LinearTasks) -> tuple[Tensor, Tensor]:
-    """Predictions, and the gradient of each with respect to its own query's input."""
+    """Return predictions, and the gradient of each with respect to its own query's input."""
     x = tasks.x.clone().requires_grad_()
     prediction = predictor(tasks, x)
     (sensitivity,) = torch.autograd.grad(prediction.sum(), x)

@@ -17,7 +17,7 @@ TASKS = 10_000
 
 @dataclass(frozen=True)
 class Run:
-    """A trained layer and the gradient descent it is compared with.
+    """A trained layer, and the gradient descent that it is compared with.
 
     Attributes:
         layer: the trained weights.
@@ -35,14 +35,14 @@ class Run:
 
     @property
     def last(self) -> PredictorComparison:
-        """The comparison after training."""
+        """Return the comparison after training."""
         return self.history[max(self.history)]
 
 
 def run(
     interface: Interface, *, depth: int = 1, steps: int, every: int = 100, freedom: Freedom = "writes y", seed: int = 0
 ) -> Run:
-    """Train a layer and compare it, every `every` steps, with `depth` steps of gradient descent."""
+    """Train a layer, and compare it every `every` steps with `depth` steps of gradient descent."""
     generator = Generator().manual_seed(seed)
     rate = best_rate(interface.sample(TASKS, generator), depth)
     held_out = interface.sample(TASKS, generator)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def predict(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor) -> Tensor:
-    """W1 x1 + W2 x2 (section 3.2).
+    """Return W1 x1 + W2 x2 (section 3.2).
 
     Shape: (..., dy, d1), (..., dy, d2), (..., N, d1), (..., N, d2) -> (..., N, dy)
     """
@@ -18,7 +18,7 @@ def predict(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor) -> Tensor:
 
 
 def rag_loss(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor, y: Tensor) -> Tensor:
-    """Half the mean squared error over the N examples (eq. 3).
+    """Return half the mean squared error over the N examples (eq. 3).
 
     Shape: as `predict`, and y (..., N, dy) -> (...)
     """
@@ -26,7 +26,7 @@ def rag_loss(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor, y: Tensor) -> Tenso
 
 
 def gradient_step(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor, y: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """What one step of gradient descent adds to W1 and to W2 (eq. 4).
+    """Return what one step of gradient descent adds to W1 and to W2 (eq. 4).
 
     W2 is updated as an independent matrix, whatever it was made from (W1 W_d, or W_z D M^T).
 
@@ -37,9 +37,9 @@ def gradient_step(w1: Tensor, w2: Tensor, x1: Tensor, x2: Tensor, y: Tensor, rat
 
 
 def projection_weight(w1: Tensor, w_d: Tensor) -> Tensor:
-    """W2 = W1 W_d of the projection-based interface, whose features are x1 = x_q and x2 = D (section 3.2).
+    """Return W2 = W1 W_d of the projection-based interface, whose features are x1 = x_q and x2 = D (section 3.2).
 
-    The prediction is then W1 (x_q + W_d D): W_d maps document embeddings into the space of queries.
+    The prediction is then W1 (x_q + W_d D), so W_d maps document embeddings into the space of queries.
 
     Args:
         w1: shape (..., dy, d_q).
@@ -49,7 +49,7 @@ def projection_weight(w1: Tensor, w_d: Tensor) -> Tensor:
 
 
 def dot_product_weight(w_z: Tensor, documents: Tensor, similarity: Tensor) -> Tensor:
-    """W2 = W_z (sum_i d_i d_i^T) M^T of the dot-product interface, whose features are x1 = x2 = x_q (eq. 11-19).
+    """Return W2 = W_z (sum_i d_i d_i^T) M^T of the dot-product interface, with features x1 = x2 = x_q (eq. 11-19).
 
     W2 x_q is then the sum of the documents' W_z d_i, each weighted by its similarity x_q^T M d_i to the query.
 

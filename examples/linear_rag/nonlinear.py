@@ -38,11 +38,11 @@ class MLP(nn.Module):
 
 
 def embed(tasks: LinearTasks, embedding: Embedding) -> LinearTasks:
-    """Embed the inputs of tasks of the dot-product interface: tokens (m(x), m(x), y)."""
+    """Return the tasks of the dot-product interface with embedded inputs, that is, with tokens (m(x), m(x), y)."""
     x, y = embedding(tasks.context[..., : tasks.x.shape[-1]]), tasks.context[..., -1:]
     return replace(tasks, context=torch.cat([x, x, y], dim=-1), x=embedding(tasks.x))
 
 
 def after(embedding: Embedding, predictor: Predictor) -> Predictor:
-    """`predictor` on embedded tasks, as a function of the raw inputs, so that sensitivities go through both."""
+    """Return `predictor` on embedded tasks as a function of the raw inputs, so that sensitivities go through both."""
     return lambda tasks, x: predictor(embed(tasks, embedding), embedding(x))

@@ -12,19 +12,19 @@ Normalizer = Callable[[Tensor], Tensor]
 
 
 def z_score(rows: Tensor) -> Normalizer:
-    """(x - mean) / standard deviation of `rows`, shape (n, d). A constant column becomes 0."""
+    """Return the map (x - mean) / standard deviation of `rows`, shape (n, d). A constant column becomes 0."""
     mean, deviation = rows.mean(dim=0), rows.std(dim=0, correction=0)
     return lambda x: (x - mean) / torch.where(deviation > 0, deviation, 1)
 
 
 def min_max(rows: Tensor) -> Normalizer:
-    """Map the range of `rows`, shape (n, d), to 0 to 1; other rows may exceed it. A constant column becomes 0."""
+    """Return a map of the range of `rows`, shape (n, d), to 0 to 1; others may exceed it. Constant columns become 0."""
     low, high = rows.amin(dim=0), rows.amax(dim=0)
     return lambda x: (x - low) / torch.where(high > low, high - low, 1)
 
 
 def rank(rows: Tensor) -> Normalizer:
-    """The share of `rows`, shape (n, d), with a smaller value, 0 to 1; equal values count half."""
+    """Return a map to the share of `rows`, shape (n, d), with a smaller value, 0 to 1; equal values count half."""
     columns = rows.T.sort(dim=1).values.contiguous()
 
     def normalize(x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def rank(rows: Tensor) -> Normalizer:
 
 
 def tanh(rows: Tensor) -> Normalizer:
-    """Tanh of the z-score: -1 to 1. The paper gives no formula."""
+    """Return the tanh of the z-score, -1 to 1, as a map. The paper gives no formula."""
     score = z_score(rows)
     return lambda x: score(x).tanh()
 

@@ -1,4 +1,4 @@
-"""Regression data sets: the paper's, from files, and stand-ins that need none (In-Context Optimization, appendix F)."""
+"""Regression data sets: the paper's, from files, and others that need none (In-Context Optimization, appendix F)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table:
     target: Tensor
 
     def skewness(self) -> float:
-        """Mean absolute skewness of the features: 0 if they are symmetric, 2 for an exponential distribution."""
+        """Return the mean absolute skewness of the features, 0 if symmetric, 2 for an exponential distribution."""
         centered = self.features.double() - self.features.double().mean(dim=0)
         cubes = centered.pow(3).mean(dim=0) / centered.square().mean(dim=0).pow(1.5)
         return float(cubes.abs().mean())
@@ -62,7 +62,7 @@ def from_csv(path: str | Path, target: str, features: str) -> Table:
         features: column names, separated by a comma and a space.
 
     Raises:
-        ValueError: a column is not in the header, or a row has no value for it.
+        ValueError: a column is not in the header, or a row has no value for a column.
     """
     with open(path, encoding="utf-8-sig", newline="") as file:
         header = file.readline()
@@ -80,21 +80,17 @@ def from_csv(path: str | Path, target: str, features: str) -> Table:
 
 
 def california_housing(folder: str | None = None) -> Table:
-    """California Housing, which scikit-learn downloads once.
-
-    Args:
-        folder: where to keep it; by default scikit-learn's folder.
-    """
+    """Return California Housing, which scikit-learn downloads once into `folder` (None: scikit-learn's own folder)."""
     data = fetch_california_housing(data_home=folder)
     return _table(data.data, data.target)
 
 
 def stand_ins() -> dict[str, Table]:
-    """Four sets for a machine without internet. None is from the paper; two are nearly symmetric, two are skewed.
+    """Return four sets for a machine without internet. None is from the paper; two are nearly symmetric, two skewed.
 
     * "Friedman": 2,000 rows of scikit-learn's `make_friedman1`: ten uniform features, of which five matter.
-    * "Friedman, skewed": the same rows and targets, but each feature u becomes 1 / (1 - 0.95 u)^1.5, a truncated
-      Pareto tail. Ranks are the same as in "Friedman".
+    * "Friedman, skewed": the same rows and targets, but each feature u becomes 1 / (1 - 0.95 u)^1.5, a truncated Pareto
+      tail. Ranks are the same as in "Friedman".
     * "diabetes": scikit-learn's 442 patients, ten measurements, the disease's progress.
     * "breast cancer": scikit-learn's 569 tumours, mean area from the nine other means.
     """

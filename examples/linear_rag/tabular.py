@@ -18,7 +18,7 @@ SIGMA = 0.1 * 12**-0.5
 
 @dataclass(frozen=True)
 class TabularTasks:
-    """Tasks whose examples, query and documents are rows of one table; all rows are drawn with replacement.
+    """A source of tasks whose examples, query and documents are rows of one table, all drawn with replacement.
 
     Attributes:
         rows, targets: rows that examples are drawn from, shapes (n, d), (n,).
@@ -27,8 +27,7 @@ class TabularTasks:
         w_z, similarity: shapes (1, d), (d, d).
         documents: k.
         examples: N.
-        teachers: whether each task's targets come from its own linear teacher on the inputs, as in section 4.1,
-            instead of the table.
+        teachers: whether a task's targets come from its own linear teacher, as in section 4.1, and not from the table.
     """
 
     rows: Tensor
@@ -64,10 +63,10 @@ def split(
     examples: int = 10,
     teachers: bool = False,
 ) -> tuple[TabularTasks, TabularTasks]:
-    """Make tasks for training and held-out tasks, whose queries are from the tenth of the rows not used in training.
+    """Return tasks for training, and held-out tasks, whose queries are the tenth of the rows not used in training.
 
-    The corpus is always the training rows by z-score. `normalization`, for the inputs, is also fitted on the
-    training rows. Targets are z-scores; the paper leaves this open.
+    The corpus is always the training rows by z-score. `normalization`, for the inputs, is also fitted on the training
+    rows. Targets are z-scores; the paper leaves this open.
 
     Args:
         table: the data set.

@@ -15,7 +15,7 @@ DOCUMENT_RANGE = 0.5
 
 
 class Interface(Protocol):
-    """Where tasks come from: `Projection`, `DotProduct`, `tabular.TabularTasks`."""
+    """A source of tasks: `Projection`, `DotProduct` or `tabular.TabularTasks`."""
 
     def sample(self, count: int, generator: Generator) -> LinearTasks:
         """Draw `count` tasks."""
@@ -23,7 +23,7 @@ class Interface(Protocol):
 
 @dataclass(frozen=True)
 class LinearTasks:
-    """B tasks, each a context of N examples and one test query; targets are scalars.
+    """A batch of B tasks, each a context of N examples and one test query. Targets are scalars.
 
     Attributes:
         context: tokens (x1, x2, y), shape (B, N, d).
@@ -42,7 +42,7 @@ class LinearTasks:
     injected: Tensor | None
 
     def queries(self, x: Tensor, first: Tensor) -> Tensor:
-        """Query tokens (x, x2, first), one per task.
+        """Return query tokens (x, x2, first), one per task.
 
         Shape: (B, n_I), (B,) -> (B, 1, d)
         """
@@ -50,7 +50,7 @@ class LinearTasks:
         return torch.cat([x, retrieved, first.unsqueeze(-1)], dim=-1).unsqueeze(1)
 
     def first_prediction(self, x: Tensor) -> Tensor:
-        """W1 x1 + W2 x2 where gradient descent starts.
+        """Return W1 x1 + W2 x2 where gradient descent starts.
 
         Shape: (B, n_I) -> (B,)
         """
@@ -64,11 +64,11 @@ Predictor = Callable[[LinearTasks, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Projection:
-    """Tasks of the projection-based interface: x2 is the example's k documents, concatenated.
+    """A source of tasks of the projection-based interface, whose x2 is the example's k documents, concatenated.
 
     Attributes:
         documents: k.
-        width: width of a document. The paper does not give it; with 2, training on 25 documents takes seconds.
+        width: the width of a document. The paper does not give it; with 2, training on 25 documents takes seconds.
         inputs: n_I, the width of x1.
         examples: N.
     """
@@ -79,7 +79,7 @@ class Projection:
     examples: int = 10
 
     def variances(self) -> Tensor:
-        """Variances of x1 and x2, concatenated, shape (n_I + k width,)."""
+        """Return the variances of x1 and x2, concatenated, shape (n_I + k width,)."""
         return torch.cat([torch.ones(self.inputs), DOCUMENT_RANGE**2 * torch.ones(self.documents * self.width)]) / 3
 
     def sample(self, count: int, generator: Generator, alpha: float = 1.0) -> LinearTasks:
@@ -98,10 +98,10 @@ class Projection:
 
 
 class DotProduct:
-    """Tasks of the dot-product interface: x2 = x1, and the documents are in W2 = W_z (sum_i d_i d_i^T) M^T.
+    """A source of tasks of the dot-product interface: x2 = x1, and W2 = W_z (sum_i d_i d_i^T) M^T holds the documents.
 
-    Each task has its own documents, which do not affect its targets. The injected row h_d holds W2 where
-    tokens hold x1, so that its product with a query x is W2 x. W_z and M are drawn once.
+    Each task has its own documents, which do not affect its targets. The injected row h_d holds W2 where tokens hold
+    x1, so that its product with a query x is W2 x. W_z and M are drawn once.
 
     Args:
         documents: k.
@@ -127,7 +127,7 @@ class DotProduct:
 
 
 def dot_product_tasks(x: Tensor, y: Tensor, documents: Tensor, w_z: Tensor, similarity: Tensor) -> LinearTasks:
-    """Make tasks of the dot-product interface; the last row of each is its query.
+    """Return tasks of the dot-product interface; the last row of each task is its query.
 
     Args:
         x: shape (B, N + 1, n_I).

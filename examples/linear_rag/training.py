@@ -30,11 +30,10 @@ def train_layer(
     every: int = 100,
     embedding: nn.Module | None = None,
 ) -> LinearAttention:
-    """Train `depth` layers with shared weights, from small random weights, with Adam and a cosine schedule.
+    """Train `depth` layers with shared weights, initially small and random, with Adam and a cosine schedule.
 
-    The paper uses minibatch SGD (section 4.1, appendix C.1); with Adam 1,000 steps are enough.
-
-    With fewer than about six features, the layer stays on a plateau for half of all seeds.
+    The paper uses minibatch SGD (section 4.1, appendix C.1); with Adam 1,000 steps are enough. With fewer than about
+    six features, the layer stays on a plateau for half of all seeds.
 
     Args:
         interface: draws a fresh batch of tasks for each step.
@@ -43,12 +42,12 @@ def train_layer(
         batch: tasks per step.
         learning_rate: initial learning rate.
         seed: seed of the weights and the tasks.
-        freedom: which weights are trained; the others stay zero. "all"; "writes y": P writes only to y, as in
-            lemma 1; "lemma": W_Q and W_K do not read y either, as in eq. 9. For a single layer, the first two
-            are the same, because only the query's y is read.
+        freedom: which weights are trained; the others stay zero. "all"; "writes y": P writes only to y, as in lemma 1;
+            "lemma": W_Q and W_K do not read y either, as in eq. 9. For a single layer, the first two are the same,
+            because only the query's y is read.
         watch: called with the step and the layer every `every` steps, first before training.
         every: see `watch`.
-        embedding: trained with the layer, which then reads embedded inputs (dot-product interface).
+        embedding: trained with the layer, which reads embedded inputs (dot-product interface). None reads raw inputs.
     """
     generator = Generator().manual_seed(seed)
     width = interface.sample(1, generator).context.shape[-1]

@@ -57,7 +57,7 @@ class App:
     questions: dict[str, tuple[str, ...]]
 
     def retriever(self, k: int) -> Any:
-        """The app's own retriever."""
+        """Return the app's own retriever, which finds `k` passages."""
         return self.vectors.as_retriever(search_kwargs={"k": k})
 
 
@@ -79,7 +79,7 @@ class Measured:
 
 
 def make_app(worlds: int = WORLDS) -> App:
-    """Make the app, in memory, with its passages compressed."""
+    """Make the app in memory, with its passages compressed."""
     made = [World("test", seed) for seed in range(worlds)]
     documents = [
         Document(id=entity.name, page_content=entity.passage, metadata={"source": entity.name})
@@ -100,7 +100,7 @@ def make_app(worlds: int = WORLDS) -> App:
 
 
 def answering(retriever: Runnable[str, list[Document]], llm: ChatCompressedContext) -> Runnable[str, Any]:
-    """The chain, the same in all examples: retrieve, fill the prompt, answer."""
+    """Return the chain, the same in all examples: retrieve, fill the prompt, answer."""
     steps: dict[str, Any] = {"context": retriever | RunnableLambda(_joined), "input": RunnablePassthrough()}
     return steps | PROMPT | llm
 
@@ -110,7 +110,7 @@ def _joined(documents: list[Document]) -> str:
 
 
 def measure(app: App, chain: Runnable[str, Any]) -> Measured:
-    """Ask all questions, after one as warm-up."""
+    """Ask all questions, after one as warm-up, and return the results."""
     chain.invoke(next(iter(app.questions)))
     scores, tokens, times = [], [], []
     for question, answers in app.questions.items():
@@ -126,7 +126,7 @@ def measure(app: App, chain: Runnable[str, Any]) -> Measured:
 
 
 def compare(app: App, before: Callable[[App], Any], after: Callable[[App, int], Any]) -> str:
-    """Measure the chain before the change, and after it at each ratio; returns a Markdown table."""
+    """Measure the chain before the change, and after it at each ratio; return a Markdown table."""
     measured = {"before": measure(app, before(app))}
     measured |= {f"after, {ratio}x": measure(app, after(app, ratio)) for ratio in RATIOS}
     rows = [

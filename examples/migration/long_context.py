@@ -14,12 +14,12 @@ K, RATIO = 8, 16
 
 
 def before(app: App) -> Any:
-    """The chain with all passages as text."""
+    """Return the chain with all passages as text."""
     return answering(app.retriever(K), app.llm)
 
 
 def after(app: App, ratio: int) -> Any:
-    """The chain with one more step, after the retriever."""
+    """Return the chain with one more step, after the retriever."""
     return answering(app.retriever(K) | CompressedContextPostprocessor(store=app.store, ratio=ratio), app.llm)
 
 

@@ -20,7 +20,7 @@ K, TOP_N = 4, 1
 
 
 class Reranker(BaseDocumentCompressor):
-    """Ranks passages by their sentence nearest to the question, as a substitute for a cross-encoder.
+    """A reranker by the sentence nearest to the question, in place of a cross-encoder.
 
     Attributes:
         top_n: how many passages to keep.
@@ -31,7 +31,7 @@ class Reranker(BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """The best documents, best first."""
+        """Return the best documents, best first."""
         near = nearest([document.page_content for document in documents], query)
         best = [max((sentence.similarity for sentence in own), default=-1.0) for own in near]
         order = sorted(range(len(documents)), key=lambda place: -best[place])
@@ -39,13 +39,13 @@ class Reranker(BaseDocumentCompressor):
 
 
 def before(app: App) -> Any:
-    """The chain that reads one passage."""
+    """Return the chain that reads one passage."""
     retriever = ContextualCompressionRetriever(base_compressor=Reranker(top_n=TOP_N), base_retriever=app.retriever(K))
     return answering(retriever, app.llm)
 
 
 def after(app: App, ratio: int) -> Any:
-    """The chain that reads all retrieved passages with fewer tokens."""
+    """Return the chain that reads all retrieved passages with fewer tokens."""
     compressor = CompressedContextPostprocessor(store=app.store, ratio=ratio)
     retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
     return answering(retriever, app.llm)

@@ -21,7 +21,7 @@ K, RATE = 4, 0.25
 
 
 class TextCompressor(BaseDocumentCompressor):
-    """Keeps the sentences nearest to the question, in place of LLMLingua, whose models are larger than the demo's.
+    """A compressor that keeps the sentences nearest to the question, in place of LLMLingua, which needs a larger model.
 
     Attributes:
         tokenizer: the tokenizer that counts tokens.
@@ -42,14 +42,14 @@ class TextCompressor(BaseDocumentCompressor):
 
 
 def before(app: App) -> Any:
-    """The chain with shorter text."""
+    """Return the chain with shorter text."""
     compressor = TextCompressor(tokenizer=app.bundle.tokenizer, rate=RATE)
     retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
     return answering(retriever, app.llm)
 
 
 def after(app: App, ratio: int) -> Any:
-    """The chain with another compressor in the same place."""
+    """Return the chain with another compressor in the same place."""
     compressor = CompressedContextPostprocessor(store=app.store, ratio=ratio)
     retriever = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=app.retriever(K))
     return answering(retriever, app.llm)

@@ -1,4 +1,4 @@
-"""Compress on the workers of a Ray cluster, with Ray Data, into one store."""
+"""Compress passages on the workers of a Ray cluster, with Ray Data, into one store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BATCH = 64
 
 
 class AddPassages:
-    """A worker, with its own bundle and its own connection to the store."""
+    """A worker with its own bundle and its own connection to the store."""
 
     def __init__(self, location: str, bundle: str, scope: str | None) -> None:
         host, colon, port = location.rpartition(":")
@@ -34,16 +34,16 @@ class AddPassages:
 def store_dataset(dataset: Any, location: str, bundle: str, workers: int, scope: str | None = None) -> int:
     """Compress a Ray dataset into a store; return how many passages were new or changed.
 
-    For passages that all workers can read, for example from `ray.data.read_parquet("s3://...")`. What is stored stays
-    if a worker fails: the same call resumes.
+    For passages that all workers can read, for example from `ray.data.read_parquet("s3://...")`. If a worker fails,
+    what is stored stays, and the same call resumes.
 
     Args:
         dataset: has the str columns `id` and `text`, each id once.
-        location: `HOST:PORT` of a Chroma server, with the same CTX_COMPRESS_KEY on all machines; or, if all workers
-            are on this machine, a folder.
+        location: `HOST:PORT` of a Chroma server, with the same CTX_COMPRESS_KEY on all machines; or, if all workers are
+            on this machine, a folder.
         bundle: a folder that all workers can read, a shipped name or a hub id.
         workers: number of workers; each loads the bundle, on its own GPU if the cluster has enough.
-        scope: tenant or user that owns the passages.
+        scope: tenant or user that owns the passages; None means the store's default.
 
     Raises:
         ray.exceptions.RayError: a worker failed; its cause says why.

@@ -71,8 +71,8 @@ class TwoLayerMap(nn.Module):
 class Wrap(nn.Module):
     """Learned vectors around the slots of a passage, the same for every passage.
 
-    They are vectors and not tokens of the prompt, so that they surround a passage wherever a prompt has it, and so that
-    the decoder needs no new tokens.
+    They are vectors and not tokens of the prompt, so that they surround a passage anywhere in a prompt, and so that the
+    decoder needs no new tokens.
     """
 
     def __init__(self, config: WrapConfig, dim: int) -> None:

@@ -145,13 +145,11 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         """Return for each segment whether it stays text, as the k nearest to the question do (eq. 3).
 
         The paper writes eq. 2 as a softmax over dot products but calls it cosine. Eq. 8, which trains the choice, uses
-        cosine, and so does this method. A softmax keeps the order, so none is applied. Of equally near segments, the
-        earlier stays.
+        cosine, and so does this method. A softmax keeps the order, so none is applied. Of equals, the earlier stays.
 
         The paper cuts segments from one input, so that k segments have k * `segment_tokens` tokens and only the last is
         shorter. Here every passage may end in a short segment, so the nearest segments that together have at most
-        k * `segment_tokens` tokens are kept. For one passage these are its k nearest; of short passages, more than k
-        stay.
+        k * `segment_tokens` tokens are kept. For one passage these are its k nearest; of short passages, more stay.
 
         Args:
             question: r_q (dim,).
@@ -188,8 +186,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
     def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
         """Read segments, given as token ids, and return a vector of each (`condense`), (segments, dim), on the CPU.
 
-        `question` is r_q (dim,). A forward pass has at most `batch_tokens` tokens. Without skimming the result is (0,
-        dim).
+        `question` is r_q (dim,). A forward pass has at most `batch_tokens` tokens. Without skimming it is (0, dim).
         """
         done = [torch.zeros(0, self.dim)]
         rows = max(1, batch_tokens // self.config.segment_tokens)

@@ -1,8 +1,7 @@
 """Gradient checkpointing: a decoder layer keeps only its input, and runs again when the backward pass reaches it.
 
 At the second run another adapter may be active, because one decoder serves compressor and reader, each with its own
-LoRA, and the updates that a method adds at a prompt's slots are gone. So the layer is put back into the state of its
-first run.
+LoRA, and the updates that a method adds at a prompt's slots are gone. So the layer gets its first run's state again.
 """
 
 from __future__ import annotations

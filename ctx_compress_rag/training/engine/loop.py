@@ -112,8 +112,7 @@ def train(
     """Train a job's model, and return a report.
 
     Checkpoints go to `output/checkpoints`. An interrupted run resumes from the last one with the same data order,
-    learning rate and random state. `loss.json` is written. `deadline` is in seconds of `time.monotonic`; None sets no
-    limit.
+    learning rate and random state. `loss.json` is written. `deadline` is in seconds of `time.monotonic`, or None.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
     """
@@ -323,8 +322,7 @@ def _count(value: Any) -> int:
 def speed_report(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return device, tokens, and tokens per second, which is "unknown" if there are no data.
 
-    The speed is the median over the intervals of the log, from its running `tokens` and `seconds`, so compiling is left
-    out.
+    The speed is the median over the intervals between the log's `tokens` and `seconds`, which leaves out compiling.
     """
     speeds = [
         (after["tokens"] - before["tokens"]) / (after["seconds"] - before["seconds"])

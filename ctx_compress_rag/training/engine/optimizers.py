@@ -75,8 +75,7 @@ def rate_share(optim: OptimConfig, step: int) -> float:
 def weight_average(weights: nn.ParameterList, decay: float) -> AveragedModel:
     """Return an exponential moving average of weights (Polyak and Juditsky 1992); a step keeps the share `decay`.
 
-    For the first 1 / (1 - decay) steps it is the plain mean of all steps' weights, so that the first weights do not
-    linger.
+    For the first 1 / (1 - decay) steps it is the mean of all steps' weights, so that the first weights do not linger.
     """
 
     def mean(average: Tensor, weight: Tensor, count: Tensor | int) -> Tensor:

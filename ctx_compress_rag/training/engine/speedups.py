@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
     """Make a decoder's adapters train as fast as the recipe allows; call it when the trained weights are chosen.
 
-    `dynamic` says that batches differ in shape. `saved` says that the frozen weights will be saved, so they are not
-    rounded.
+    `dynamic` says that batches differ in shape, and `saved` that frozen weights will be saved, so they are not rounded.
     """
     if optim.bf16 and not saved and bfloat16_pays():
         round_frozen(model)

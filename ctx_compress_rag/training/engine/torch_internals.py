@@ -1,7 +1,6 @@
 """The private names of torch that this library needs; `torch<3` bounds them.
 
-torch has public names for both only in its newest releases: `torch.compile(recompile_limit=...)` and
-`torch.cpu.get_capabilities`.
+Only the newest releases have public names: `torch.compile(recompile_limit=...)`, `torch.cpu.get_capabilities`.
 """
 
 from __future__ import annotations

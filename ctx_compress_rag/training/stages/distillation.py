@@ -29,8 +29,7 @@ class DistillationRecipe(CompressionRecipe):
     """The recipe of distillation from the full-text teacher (Simple Context Compression), summed over ratios (eq. 6).
 
     Attributes:
-        reconstruction_weight: the weight of the next-token loss of passages repeated from their slots; not in the
-            paper.
+        reconstruction_weight: weight of the next-token loss of passages repeated from their slots; not in the paper.
         repeat_per_batch: how many passages of a batch are repeated, if `reconstruction_weight` is above 0.
     """
 

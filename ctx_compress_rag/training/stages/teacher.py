@@ -66,8 +66,7 @@ class AnswerLoss(BatchMean, nn.Module):
     def loss(self, items: Tensor, input_ids: Tensor, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         """Return the loss of a right-padded batch; tensors are (batch, length).
 
-        The decoder gets no mask, because with padding on the right no real token attends to it, and plain causal
-        attention is faster.
+        The decoder gets no mask, because no real token attends to padding on its right, and causal attention is faster.
         """
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
         wanted = answers[:, 1:]
