@@ -1,4 +1,4 @@
-"""The command line, `ctx-compress`: a file per command, which reads its arguments, calls one module and prints."""
+"""Run the command line, `ctx-compress`; each command has a file, which reads arguments, calls one module and prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ctx_compress_rag.cli import index, ask, info, demo, serve, export, import_,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 0, 2 for an error that the user can fix, 130 if interrupted."""
+    """Run a command; return the exit code, which is 0, 2 for an error that the user can fix, or 130 if interrupted."""
     return run(app, argv)
 
 

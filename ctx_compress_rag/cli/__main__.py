@@ -1,4 +1,4 @@
-"""`python -m ctx_compress_rag.cli`, which `accelerate launch` needs."""
+"""Run `python -m ctx_compress_rag.cli`, which `accelerate launch` needs."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`ctx-compress agree`: compare answers from slots and from text."""
+"""The command `ctx-compress agree`, which compares answers from slots and from text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def agree(
 ) -> None:
     """Compare answers from slots and from text.
 
-    Needs no reference answers: shows what compression changes, not whether answers are right. The best sentences get as
-    many tokens. The default ratios are those that the bundle was trained for and the store can serve.
+    Needs no reference answers, because it shows what compression changes, not whether answers are right. The sentences
+    nearest to the question get as many tokens. The default ratios are those that the bundle was trained for and the
+    store can serve.
     """
     from ctx_compress_rag.data.examples import open_text
     from ctx_compress_rag.evaluation import agreement

@@ -1,4 +1,4 @@
-"""`ctx-compress ask`: answer a question from an index."""
+"""The command `ctx-compress ask`, which answers questions from an index."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ask(
 
 
 def _asked() -> Iterator[str]:
-    """The lines of the standard input, but for blank ones; a terminal shows where to write, others what was asked."""
+    """Yield the lines of the standard input that are not blank; ask for each on a terminal, else print each."""
     typed = sys.stdin.isatty()
     while True:
         if typed:
@@ -89,7 +89,7 @@ def _asked() -> Iterator[str]:
 
 
 def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, Any]], extractive: bool) -> None:
-    """Print an answer piece by piece, then what it is from."""
+    """Print an answer piece by piece, then the passages that it comes from."""
     begun = False
     for piece in pieces:
         if isinstance(piece, str):

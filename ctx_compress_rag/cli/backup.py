@@ -1,4 +1,4 @@
-"""`ctx-compress backup`: copy an index."""
+"""The command `ctx-compress backup`, which copies an index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def backup(
 ) -> None:
     """Copy a whole index.
 
-    Others may write to it meanwhile. The copy contains the key and is used as it is.
+    Other programs may write to the index meanwhile. The copy contains the store's key and can be used at once.
     """
     from ctx_compress_rag.indexing.index import check_store_exists
     from ctx_compress_rag.store.place import Folder

@@ -1,4 +1,4 @@
-"""Register commands, with an example in the help, `--verbose`, lists of values, and errors on one line."""
+"""Register commands with an example in the help, `--verbose`, lists of values, and errors on one line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ctx_compress_rag.errors import CtxCompressError
 
 
 def program(name: str) -> typer.Typer:
+    """Return a command line that has no commands yet."""
     return typer.Typer(name=name, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -34,7 +35,7 @@ _VERBOSE = inspect.Parameter(
 
 
 class _Command(TyperCommand):
-    """Takes `--ratios 4 8` as `--ratios 4 --ratios 8`."""
+    """A command that reads `--ratios 4 8` as `--ratios 4 --ratios 8`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
@@ -54,10 +55,7 @@ def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
 
 
 def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
-    """Register a function as a command of `to`: its name is the command's, its docstring the help, with an example.
-
-    `eval_` is the command `eval`, and `adapt_eval` would be `adapt-eval`.
-    """
+    """Return a decorator that makes `some_name_` the command `some-name` of `to`, with its docstring as help."""
 
     def register(run: Run) -> Run:
         name = run.__name__.rstrip("_").replace("_", "-")
@@ -87,7 +85,7 @@ def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
 
 
 def run(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 0, 2 for an error that the user can fix, 130 if interrupted."""
+    """Run a command; return the exit code, which is 0, 2 for an error that the user can fix, or 130 if interrupted."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what a terminal's encoding lacks must not end a command
     try:
@@ -103,7 +101,7 @@ def _stop(message: str, code: int) -> None:
 
 
 def _explained(error: Exception) -> str | None:
-    """One line about an error that the user can fix; None for a bug in this program."""
+    """Return one line about an error that the user can fix; None for a bug in this program."""
     if isinstance(error, CtxCompressError):
         return str(error)
     text = " ".join(str(error).split())

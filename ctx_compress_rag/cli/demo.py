@@ -1,4 +1,4 @@
-"""`ctx-compress demo`: a small corpus, a dozen questions, each kind of context."""
+"""The command `ctx-compress demo`, which tries contexts of several kinds on a small corpus and a dozen questions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def demo(
     store: Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")] = "ctx-compress-wikipedia",
     bundle: OwnBundle = None,
 ) -> None:
-    """Try it on a small corpus.
+    """Try soft contexts on a small corpus.
 
-    Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each is answered with the full text, as
-    the bundle compresses by default, and without context, and the answers are scored.
+    Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each question is answered from full text,
+    from passages as the bundle compresses them by default, and without context, and the answers are scored.
     """
     from ctx_compress_rag.indexing.demo import run_demo
 

@@ -1,4 +1,4 @@
-"""`ctx-compress eval`: score a bundle beside its baselines."""
+"""The command `ctx-compress eval`, which scores a bundle beside its baselines."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def eval_(
 ) -> None:
     """Score a bundle against its baselines.
 
-    These are full text, no context, and, in prompts of as many tokens as with soft contexts, truncation and the
-    sentences nearest to the question. With several passages in a prompt, also the best passage alone, sentences beside
-    slots of the best passage, and what the postprocessors do by default. The default ratios are those that the bundle
-    was trained for.
+    The baselines are full text, no context, and, in prompts of as many tokens as with soft contexts, truncation and the
+    sentences nearest to the question. With several passages in a prompt, they are also the best passage alone,
+    sentences beside slots of the best passage, and what the postprocessors do by default. The default ratios are those
+    that the bundle was trained for.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.evaluation.plots import new_figure

@@ -1,4 +1,4 @@
-"""`ctx-compress export`: a bundle's decoder for vLLM or llama.cpp."""
+"""The command `ctx-compress export`, which writes a bundle's decoder for vLLM or llama.cpp."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def export(
 ) -> None:
     """Write a bundle's decoder for vLLM or llama.cpp.
 
-    For vLLM, also writes its LoRA adapters, and prints the command that serves both. For llama.cpp, writes GGUF files
-    with the LoRA merged; if the decoder is no GGUF file, merged checkpoints, and prints llama.cpp's commands that
-    convert them.
+    For vLLM, also writes the LoRA adapters, and prints the command that serves decoder and adapters. For llama.cpp,
+    writes GGUF files with the LoRA merged. If the decoder is no GGUF file, writes merged checkpoints, and prints
+    llama.cpp's commands that convert them.
     """
     import shlex
     from pathlib import Path
@@ -31,9 +31,9 @@ def export(
 
     opened = Bundle.from_pretrained(bundle)
     if engine == "llama.cpp":
-        from ctx_compress_rag.decoding.engines.gguf_weights import export_gguf
+        from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
 
-        for line in export_gguf(opened, Path(folder), weights):
+        for line in export_for_llama_cpp(opened, Path(folder), weights):
             print(line)
         return
     from ctx_compress_rag.decoding import export as exporting

@@ -1,4 +1,4 @@
-"""`ctx-compress import`: a published compressor becomes a bundle."""
+"""The command `ctx-compress import`, which makes a bundle of a published compressor."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def import_(
         bool, typer.Option("--list", help="List the checkpoints that are known, and their licenses.")
     ] = False,
 ) -> None:
-    """Convert a published compressor into a bundle: LCLM, PISCO, CLaRa, xRAG, ICAE.
+    """Convert a published compressor (LCLM, PISCO, CLaRa, xRAG, ICAE) into a bundle.
 
-    Prints licenses, downloads and memory first. Run again, the command fetches only what is not complete yet.
+    First prints licenses, downloads and memory. A second run fetches only what is not complete yet.
     """
     from ctx_compress_rag.published.importing import Import
     from ctx_compress_rag.published.registry import FORMATS

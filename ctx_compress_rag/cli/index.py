@@ -1,4 +1,4 @@
-"""`ctx-compress index`: compress files, or an app's collection, into a Chroma folder."""
+"""The command `ctx-compress index`, which compresses files, or an app's collection, into a Chroma folder."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def index(
     """Index a folder of files, or a file of texts.
 
     Takes .txt, .md, .rst and .json files and, with the `index` extra, .pdf, .docx, .pptx, .xlsx, .csv and .html. Only
-    new and changed passages are compressed; run it again to resume after an interruption. Passages of a changed file
-    are replaced; those of a deleted file stay unless --prune is given.
+    new and changed passages are compressed, so run the command again to resume after an interruption. Passages of a
+    changed file are replaced. Passages of a deleted file stay unless --prune is given.
     """
     from ctx_compress_rag.indexing.build import compress_collection, update_index
     from ctx_compress_rag.indexing.index import open_index

@@ -1,4 +1,4 @@
-"""`ctx-compress info`: what an index holds."""
+"""The command `ctx-compress info`, which prints what an index holds."""
 
 from __future__ import annotations
 

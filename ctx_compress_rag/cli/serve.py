@@ -1,4 +1,4 @@
-"""`ctx-compress serve`: an OpenAI-compatible server on an index."""
+"""The command `ctx-compress serve`, which runs an OpenAI-compatible server on an index."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def serve(
 ) -> None:
     """Serve an index to OpenAI clients, which send markers, or with --retrieve questions.
 
-    The reply to a question names its `sources`; the page at `/` asks in a browser. Markers go to chat completions and
-    completions. `POST /v1/compress` makes them and stores what is missing; `GET /metrics` has metrics. Markers belong
-    to the scope of the request's API key; without keys, the server answers only this machine, in the store's own scope.
+    The reply to a question names its `sources`; the page at `/` takes questions in a browser. Chats and completions
+    read markers. `POST /v1/compress` makes markers and stores what is missing; `GET /metrics` has metrics. Markers are
+    of the scope of the request's API key. Without keys, the server answers only this machine, in the store's scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import Decoder, check_options, quotes

@@ -1,4 +1,4 @@
-"""Options, messages and checks that several commands share."""
+"""Define options and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from ctx_compress_rag.errors import ConfigError
 
 STORE = "chroma"
-"""The folder of an index."""
+"""The default folder of an index."""
 
 # Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -88,25 +88,25 @@ Ratios = Annotated[
 
 
 def printable(text: str) -> str:
-    """Text from others, safe to print: what a terminal would obey or cannot show becomes U+FFFD."""
+    """Return text from others, safe to print; what a terminal would obey or cannot show becomes U+FFFD."""
     return _OBEYED.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def check_apart(**options: object) -> None:
-    """Refuse options that cannot be given together, before any work; None or False stands for one that is not given."""
+    """Raise ConfigError if two options are given that exclude each other; None or False means not given."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them")
 
 
 def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
-    """Options of an engine, without those that were not given; the key is for servers alone."""
+    """Return the options of an engine that were given (are not None); the key is for servers alone."""
     key = server_key if engine.startswith("http") else None
     return {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
 
 
 def quiet_models() -> None:
-    """Keep transformers from showing a bar and a report for each model it loads, MiniLM included."""
+    """Keep transformers from showing a progress bar and a report for each model that it loads."""
     from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 

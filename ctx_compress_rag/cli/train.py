@@ -1,4 +1,4 @@
-"""`ctx-compress train`: run recipes."""
+"""The command `ctx-compress train`, which runs recipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(
 ) -> None:
     """Train a bundle from recipes.
 
-    Runs them in order. An interrupted run resumes at its last checkpoint. A finished recipe is not run again.
+    Runs the recipes in order. An interrupted run resumes at its last checkpoint. A finished recipe is not run again.
     """
     from ctx_compress_rag.errors import TimeUpError
     from ctx_compress_rag.training.recipe import load_recipe, recipe_names

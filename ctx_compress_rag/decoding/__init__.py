@@ -1,1 +1,1 @@
-"""From a prompt with soft contexts to text."""
+"""Turn prompts with soft contexts into text."""

@@ -1,4 +1,4 @@
-"""An answer token by token, from scores alone: which token comes next, and where the text ends."""
+"""Choose an answer's tokens one by one from a model's scores, and find where the answer's text ends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ctx_compress_rag.decoding.structured import JsonFilter
 from ctx_compress_rag.prompt import Prompt
 
 _COLDEST = 1e-6
-"""Below this temperature the likeliest token is always taken: float32 scores that differ do so by more than this.
+"""Below this temperature the likeliest token is always taken, because differences of float32 scores are larger.
 
-Divided by a much smaller number, they would all become infinite.
+Scores that are divided by a much smaller number would all become infinite.
 """
 Filter = Callable[[Sequence[int], Tensor], Tensor]
-"""Changes the scores (vocabulary,) of the token that follows the ids of an answer so far."""
+"""A function of an answer's ids so far and the scores (vocabulary,) of its next token, which returns new scores."""
 
 
 class Answering:
-    """The answer to one prompt, for any engine that has the scores of the next token.
+    """The answer to one prompt, which grows by one token at a time; an engine makes one for each prompt.
 
-    `settings` is the decoder's `generation_config`, `window` the most positions of prompt and answer together;
-    `on_text` is called with each new piece of text as soon as no later token can change it.
+    `settings` is the decoder's `generation_config`. `window` is the most positions of prompt and answer together, or
+    None for no limit. `on_text` is called with each new piece of text as soon as no later token can change that piece.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Answering:
         self._sent = 0
 
     def take(self, scores: Tensor, likeliest: int | None = None) -> Generation | None:
-        """Choose the next token by the scores (vocabulary,); returns the answer if the token ends it.
+        """Choose the next token by scores (vocabulary,); return the Generation if the token ends the answer, else None.
 
-        `likeliest` is the argmax of the scores, if it is known.
+        `likeliest` is the argmax of the scores, or None if the caller does not know it.
         """
         token = likeliest
         if token is None or self._filters:
@@ -105,14 +105,14 @@ class Answering:
             self._sent = len(certain)
 
     def _certain(self, text: str) -> int:
-        """Length of the beginning of `text` that no later token can change."""
+        """Return the length of the beginning of `text` that no later token can change."""
         text = text.rstrip("\ufffd")  # bytes of a character whose other bytes are still to come
         held = (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
         return len(text) - max(held, default=0)
 
 
 class _Text:
-    """The text of tokens, of which each call decodes only the last."""
+    """The text of a growing list of token ids, of which each call decodes only the newest."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -121,11 +121,11 @@ class _Text:
 
     @property
     def length(self) -> int:
-        """Characters that are final."""
+        """Return the number of characters that no later token can change."""
         return len(self._whole)
 
     def so_far(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, which begin with those of the last call."""
+        """Return the text of `ids`, which must begin with the ids of the last call."""
         before = self.decode(ids[self._start : self._end])
         text = self._whole + self.decode(ids[self._start :])[len(before) :]
         if not text.endswith("\ufffd"):  # else bytes of a character whose other bytes are still to come
@@ -139,7 +139,7 @@ class _Text:
 
 
 def _sampling_filters(sampling: Sampling) -> list[Filter]:
-    """What makes the likeliest token a sample."""
+    """Return the filters after which the likeliest token is a random sample, as `sampling` says."""
     warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k > 0:
         warpers.append(TopKLogitsWarper(sampling.top_k))
@@ -163,7 +163,7 @@ def _sampling_filters(sampling: Sampling) -> list[Filter]:
 
 
 def _of_transformers(processor: LogitsProcessor) -> Filter:
-    """A processor of transformers, which takes rows of ids, here without the prompt."""
+    """Return a filter that gives a logits processor of transformers the answer's ids, without the prompt's."""
 
     def processed(ids: Sequence[int], scores: Tensor) -> Tensor:
         rows: Any = torch.tensor([ids], dtype=torch.long, device=scores.device), scores.unsqueeze(0)

@@ -1,4 +1,4 @@
-"""A decoder: prompts with markers in, text out, by one of several engines."""
+"""Answer prompts that have markers with a bundle's decoder, which one of several engines runs."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _SERVER_OPTIONS = ("api_key", "timeout", "max_retries")
 
 
 class Decoder:
-    """Answers prompts with a bundle's decoder, which reads stored slots in place of markers.
+    """A bundle's decoder, which answers prompts and reads stored slots in place of markers.
 
-    A prompt with markers is read by the decoder as the bundle's reader tuned it; a prompt without markers, by
-    the decoder for plain text. Several threads may call it: concurrent calls share forward passes.
+    The decoder reads a prompt with markers with weights that were trained for slots, and a prompt without markers with
+    weights for plain text. Several threads may use one Decoder. Calls from several threads share forward passes.
 
     Args:
-        bundle: the bundle, or a decoder alone, which reads no markers.
-        store: the store of the markers' passages; without one, markers are literal text.
-        engine: what runs the decoder: "transformers" or "llama.cpp", in this process, or the address of a vLLM server
-            that was started as `ctx-compress export` says.
-        on_unreadable: what to do with a marker whose slots cannot be read (its key or scope is another one, it was
-            changed, its passage is gone or damaged): "error" raises; "text" reads the passage's text if the store
-            has it, else the marker as literal text, with a warning.
-        max_prompt_tokens: longest prompt, in tokens and slots; None allows what fits the decoder's window.
-        options: options of the engine, see `EngineOptions`: transformers has `batch_size` and `merge`, llama.cpp
-            `weights`, `context_size` and `batch_size`, a server `api_key`, `timeout` and `max_retries`.
+        bundle: the bundle, or a `PlainDecoder`, which reads no markers.
+        store: the store with the markers' passages; None reads markers as ordinary text.
+        engine: what runs the decoder. "transformers" and "llama.cpp" run the decoder in this process. The address of a
+            vLLM server (http://...) needs a server that was started as `ctx-compress export` says.
+        on_unreadable: what to do with a marker that was changed, that has another key or scope, or whose passage is
+            missing or damaged in the store. "error" raises. "text" logs a warning and reads the passage's text if the
+            store can give it, else the marker as ordinary text.
+        max_prompt_tokens: most tokens and slots of a prompt together; None allows what fits the decoder's window.
+        options: options of the engine, which `EngineOptions` explains. "transformers" has `batch_size` and `merge`,
+            "llama.cpp" `weights`, `context_size` and `batch_size`, a server `api_key`, `timeout` and `max_retries`.
 
     Raises:
         FingerprintMismatchError: the store was made with another bundle.
@@ -83,22 +83,22 @@ class Decoder:
         return f"Decoder({self.bundle!r}, {self.store!r}, engine={self._engine_name!r})"
 
     def generate(self, prompts: Sequence[PromptLike], sampling: Sampling = _GREEDY) -> list[Generation]:
-        """Answer prompts, in order; some may have markers and others not.
+        """Return the answers to prompts, in the order of the prompts; some may have markers and others not.
 
         Args:
-            prompts: raw prompts (strings, used as they are) or chats (lists of messages, put through
-                the tokenizer's chat template). Control tokens in a chat's messages are read as text. In a raw prompt
-                for a decoder with a chat template they keep their function: put text from others into chats.
-            sampling: how tokens are chosen and when to end.
+            prompts: raw prompts (strings, used without changes) or chats (lists of messages, put through the
+                tokenizer's chat template). Control tokens in a chat's messages are read as text. In a raw prompt for a
+                decoder with a chat template these tokens keep their function, so put text from others into chats.
+            sampling: how tokens are chosen and when answers end.
 
         Raises:
             ConfigError: a prompt is empty, malformed, or longer than the model's window, or the engine cannot do what
                 `sampling` asks for.
-            UnreadableMarkerError: a marker has another key or scope, and `on_unreadable` is "error".
+            UnreadableMarkerError: a marker was changed or has another key or scope, and `on_unreadable` is "error".
             MissingPassageError: a marker's passage is not in the store, and `on_unreadable` is "error".
-            PayloadError: a stored record is damaged, and the options allow no substitute for it.
+            PayloadError: a stored record is damaged, and `on_unreadable` is "error".
             DecoderMemoryError: the device does not have enough memory; the decoder can still be used.
-            ServerError: the server cannot be reached, refuses, or ends in the middle of an answer.
+            ServerError: the server cannot be reached, refuses the request, or ends in the middle of an answer.
         """
         prepared = self.preparer.prepare(prompts, extractive=sampling.extractive)
         queues = [_Pieces() for _ in prepared]
@@ -111,11 +111,11 @@ class Decoder:
     def stream(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> Iterator[str | Generation]:
         """Yield the answer to one prompt piece by piece, then the whole Generation.
 
-        The joined pieces are the Generation's text. The prompt is checked and its passages are fetched before this
-        returns; the model runs once iteration begins, in its own thread, so any thread may consume the iterator at any
-        speed. Closing it (or leaving the loop and dropping it) ends the generation after the token in progress.
+        The joined pieces are the Generation's text. Before this method returns, it checks the prompt and fetches the
+        passages. The model starts at the first step of the iteration, in another thread, so any thread may iterate at
+        any speed. Closing or deleting the iterator ends the answer after the token in progress.
 
-        Raises: as `generate`; what the engine raises, during iteration.
+        Raises: what `generate` raises; an error of the engine is raised during iteration.
         """
         prepared = self.preparer.prepare([prompt], extractive=sampling.extractive)
 
@@ -130,7 +130,7 @@ class Decoder:
         return pieces()
 
     async def astream(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> AsyncGenerator[str | Generation, None]:
-        """As `stream`, awaited in an event loop, which runs on meanwhile."""
+        """Return an asynchronous generator of what `stream` yields, without blocking the event loop."""
         prepared = await asyncio.to_thread(self.preparer.prepare, [prompt], extractive=sampling.extractive)
 
         async def pieces() -> AsyncGenerator[str | Generation, None]:
@@ -155,12 +155,12 @@ class Decoder:
         return pieces()
 
     def close(self) -> None:
-        """Free what the engine holds besides the bundle. Neither bundle nor store is closed."""
+        """Free what the engine holds besides the bundle; the bundle and the store stay open."""
         self.engine.close()
 
 
 def check_options(engine: str, given: Mapping[str, object]) -> EngineOptions:
-    """Refuse an unknown engine, and options that it does not have or whose values are impossible."""
+    """Return an engine's options; raise ConfigError if the engine, an option or an option's value is not allowed."""
     if engine not in _OPTIONS and not is_address(engine):
         known = ", ".join(map(repr, _OPTIONS))
         raise ConfigError(f"engine={engine!r} is unknown: give {known} or the address of a vLLM server (http://...)")
@@ -186,17 +186,17 @@ def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:
 
 
 def is_address(engine: str) -> bool:
-    """Whether an engine is a server's address."""
+    """Whether an engine's name is the address of a server."""
     return engine.startswith(("http://", "https://"))
 
 
 def quotes(bundle: object, engine: str) -> bool:
-    """Whether answers are quotations by default: if the bundle answers best so, but not on a server, which cannot."""
+    """Whether answers are quotations by default, as the bundle answers best with them and the engine is no server."""
     return isinstance(bundle, Bundle) and bundle.config.extractive and not is_address(engine)
 
 
 def _received(queue: _Pieces) -> Iterator[str | Generation]:
-    """An answer piece by piece, as another thread puts them; raises the error that ended it."""
+    """Yield an answer piece by piece, as another thread puts the pieces; raise the error that ended the answer."""
     while isinstance(piece := queue.get(), str):
         yield piece
     if isinstance(piece, BaseException):

@@ -1,4 +1,4 @@
-"""Write a bundle's decoder and adapters for vLLM."""
+"""Write a bundle's decoder and adapters as files for a vLLM server."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-r
 
 @dataclass(frozen=True)
 class Served:
-    """The names of a bundle's decoder on a server, besides the bundle's own, which the decoder's weights have."""
+    """Names of a bundle's models on a vLLM server; the bundle's own name stands for the decoder without adapters."""
 
     text: str  # reads prompts without slots
-    soft: str  # reads those with
-    adapters: Mapping[str, str]  # from a name to the adapter's name in the backbone
+    soft: str  # reads prompts with slots
+    adapters: Mapping[str, str]  # from a name on the server to the adapter's name in the backbone
 
 
 def plain_reader(bundle: Bundle, engine: str) -> Reader:
-    """The bundle's reader, if other engines than transformers can run it."""
+    """Return the bundle's reader; raise ConfigError if it changes the decoder's layers, which `engine` cannot do."""
     if type(bundle.reader) is not Reader:
         raise ConfigError(
             f"bundle {bundle.config.name!r}: {bundle.config.method.name} changes the decoder's layers as it reads, "
@@ -38,7 +38,7 @@ def plain_reader(bundle: Bundle, engine: str) -> Reader:
 
 
 def served(bundle: Bundle) -> Served:
-    """The names of a bundle's decoder on a server that is started as `export` says."""
+    """Return a bundle's model names on a server that `export` describes; raise ConfigError if servers cannot run it."""
     reader, name = plain_reader(bundle, "a server"), bundle.config.name
     if reader.tune.mode == "full":
         raise ConfigError(
@@ -57,7 +57,7 @@ def served(bundle: Bundle) -> Served:
 
 
 def export(bundle: Bundle, folder: str | Path) -> list[str]:
-    """Write decoder and adapters for vLLM, each into a folder of its name; return the command that serves them."""
+    """Write decoder and adapters for vLLM, each into a subfolder; return the words of the command that serves them."""
     names, backbone, folder = served(bundle), bundle.backbone, Path(folder)
     decoder = folder / DECODER_FOLDER
     decoder.mkdir(parents=True, exist_ok=True)
@@ -91,5 +91,5 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name in vLLM."""
+    """Return vLLM's name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

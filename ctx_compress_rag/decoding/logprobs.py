@@ -1,4 +1,4 @@
-"""How likely the tokens of an answer are."""
+"""Record the log-probabilities of an answer's tokens, and convert them from and to OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 class TokenLogprob:
     """A token of an answer, and the natural logarithm of its probability.
 
-    The probability is the model's own, before temperature, schemas, quotations and the decoder's settings. `top` has
-    the likeliest tokens at its place, likeliest first, with theirs; as many as were asked for.
+    The probability is the model's own, before temperature, schemas, quotations and the decoder's settings change it.
+    `top` holds the likeliest tokens at the same place with their logarithms, likeliest first, as many as asked for.
     """
 
     token: str
@@ -24,7 +24,7 @@ class TokenLogprob:
 
 
 class Recorder:
-    """Notes the log-probabilities of an answer's tokens, and of the `top` likeliest at each place."""
+    """A record of the log-probabilities of an answer's tokens, and of the `top` likeliest tokens at each place."""
 
     def __init__(self, tokenizer: Any, top: int) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class Recorder:
         self._noted: list[TokenLogprob] = []
 
     def take(self, token: int, scores: Tensor) -> None:
-        """Note the token that was taken, by the model's own scores (vocabulary,)."""
+        """Record the token that was chosen, with the model's own scores (vocabulary,)."""
         logprobs = scores.float().log_softmax(-1)
         best = logprobs.topk(self._top)
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -42,22 +42,22 @@ class Recorder:
         )
 
     def of_text(self, ids: Sequence[int], text: str) -> tuple[TokenLogprob, ...]:
-        """What was noted for the tokens of the final text: no end token, nothing after a stop string."""
+        """Return the records of those of `ids` that make up `text`, without end tokens and tokens of a stop string."""
         length = len(ids)
         while length and len(self._decode(ids[: length - 1])) >= len(text):
             length -= 1
         return tuple(self._noted[:length])
 
     def _text(self, token: int) -> str:
-        """A token's text, with the space that some tokenizers leave out at the beginning of a text."""
+        """Return a token's text, with the space that some tokenizers leave out at the beginning of a text."""
         return self._decode([*self._before, token], special=True).removeprefix(self._decode(self._before))
 
     def _decode(self, ids: Sequence[int], special: bool = False) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
-def from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
-    """Log-probabilities in the shape of OpenAI's completions (not chats), as vLLM sends them; None has none."""
+def logprobs_from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
+    """Return log-probabilities from OpenAI's format of completions (not chats), which vLLM sends; None gives []."""
     if logprobs is None:
         return []
     likeliest = logprobs.top_logprobs or [None] * len(logprobs.tokens)
@@ -67,7 +67,8 @@ def from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
     ]
 
 
-def as_openai_completion(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
+def openai_completion_logprobs(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
+    """Return log-probabilities in OpenAI's format of completions."""
     ends = list(accumulate((len(each.token) for each in logprobs), initial=0))
     return {
         "tokens": [each.token for each in logprobs],
@@ -77,8 +78,8 @@ def as_openai_completion(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
     }
 
 
-def as_openai(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
-    """Log-probabilities in the shape of OpenAI's chat completions."""
+def openai_chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
+    """Return log-probabilities in OpenAI's format of chat completions."""
     return {
         "content": [
             _entry(each.token, each.logprob) | {"top_logprobs": [_entry(*one) for one in each.top]} for each in logprobs

@@ -1,4 +1,4 @@
-"""Prompts with markers become what a model reads: token ids and slots. Knows no engine."""
+"""Turn prompts with markers into the token ids and slots that a decoder reads, whatever engine runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Preparer:
-    """Makes prompts for a bundle's decoder; the arguments and errors are those of `decoder.Decoder`."""
+    """A converter of prompts for a bundle's decoder, with the arguments and errors of `decoder.Decoder`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Preparer:
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
     def token_ids(self, text: str) -> list[int]:
-        """Token ids of `text`, without a BOS; each slot is a padding token, which no text encodes to."""
+        """Return the token ids of `text` without a BOS; each slot becomes a padding token, which no text contains."""
         texts, markers = self._around_markers(self._split(text))
         first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
         ids: list[int] = first
@@ -62,14 +62,14 @@ class Preparer:
         return ids
 
     def count_chat_tokens(self, chat: Sequence[Message]) -> int:
-        """Number of positions of a chat: the chat template's tokens, its text and its slots."""
+        """Return how many positions a chat takes, with the tokens of its template and text, and its slots."""
         around = [self._around_markers(self._split(message["content"])) for message in chat]
         ids = self._chat_ids(chat, [texts for texts, _ in around])
         slots = sum(self.bundle.positions(marker.slots) for _, markers in around for marker in markers)
         return sum(map(len, ids)) + slots
 
     def prepare(self, prompts: Sequence[PromptLike], *, extractive: bool = False) -> list[Prompt]:
-        """Check and tokenize prompts, and insert their passages' slots; arguments and errors as of `generate`."""
+        """Return prompts' ids and slots, and what answers may quote if `extractive`; raise as `Decoder.generate`."""
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
@@ -101,7 +101,7 @@ class Preparer:
         return prepared
 
     def _contents(self, index: int, prompt: PromptLike) -> list[str]:
-        """A raw prompt, or the contents of a chat's messages."""
+        """Return the contents of a chat's messages, or a raw prompt alone; raise ConfigError for a malformed prompt."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(messages, Iterable):
             raise ConfigError(f"prompt {index} is a {type(prompt).__name__}: give a string or a list of messages")
@@ -125,9 +125,9 @@ class Preparer:
         return contents
 
     def _raw_ids(self, texts: Sequence[str]) -> list[Tensor]:
-        """Token ids of a raw prompt around its holes, from the `texts` around them.
+        """Return the token ids of a raw prompt's texts before, between and after its slots.
 
-        If the decoder has a chat format, the caller wrote the prompt in that format; otherwise it is all text.
+        If the decoder has a chat format, the caller wrote the prompt in that format; otherwise the prompt is all text.
         """
         bos = self.bundle.tokenizer.bos_token or ""
         begun = bool(bos) and texts[0].startswith(bos)
@@ -138,7 +138,7 @@ class Preparer:
         return self._tokenizer.encode(texts, add_special_tokens=not begun)
 
     def _chat_ids(self, chat: Sequence[Message], texts: Sequence[Sequence[str]]) -> list[Tensor]:
-        """Token ids of a chat around its holes, from the `texts` around the holes of each message."""
+        """Return the token ids of a chat before, between and after its slots; `texts` has a list for each message."""
         hole = self._tokenizer.hole
         contents = [hole.join(map(self._tokenizer.as_text, parts)) for parts in texts]
         whole = [{"role": message["role"], "content": text} for message, text in zip(chat, contents, strict=True)]
@@ -148,10 +148,7 @@ class Preparer:
         return self._tokenizer.encode(asked.split(hole))
 
     def _around_markers(self, parts: Sequence[str | Marker]) -> tuple[list[str], list[Marker]]:
-        """The texts before, between and after the markers (one more than the markers), and the markers.
-
-        Between two markers, the separator that everyone writes becomes the bundle's.
-        """
+        """Return the texts around the markers, with the bundle's separators between markers, and the markers."""
         texts, markers = [""], []
         for part in parts:
             if isinstance(part, Marker):
@@ -168,7 +165,7 @@ class Preparer:
         return [text] if self.store is None else self.store.split(text, None, on_unreadable)
 
     def _read(self, markers: Sequence[Marker]) -> tuple[dict[Marker, Tensor], dict[Marker, str]]:
-        """What each marker stands for: slots in the decoder's embedding space, or text where there are none."""
+        """Return markers' slots (positions, dim) as the decoder's input, and texts of the markers without slots."""
         if self.store is None:
             return {}, {}
         bundle = cast(Bundle, self.bundle)  # only a bundle has a store
@@ -182,9 +179,10 @@ class Preparer:
     def _found(
         self, read: Callable[[SoftContextStore, Sequence[Marker]], list[T]], markers: Sequence[Marker], said: str
     ) -> dict[Marker, T]:
-        """What the store has for markers, in one call unless something is missing.
+        """Return what `read` gets from the store for markers, in one call unless something is missing.
 
-        What is missing or damaged raises the store's error, or is left out with a warning, as the options say.
+        What is missing or damaged raises the store's error if `on_unreadable` is "error"; else it is left out with a
+        warning.
         """
         if self.store is None or not markers:
             return {}

@@ -1,4 +1,4 @@
-"""Extractive answers: tokens that would not quote the prompt or its passages are never chosen.
+"""Restrict an extractive answer to quotations of the prompt or its passages.
 
 Slots tell a decoder roughly what a passage says, so it misspells names and numbers. The store has the exact text.
 """
@@ -17,7 +17,7 @@ _Run = tuple[tuple[QuotedToken, ...], int]
 
 
 class QuoteFilter:
-    """Allows only tokens that keep an answer the beginning of a quotation; a word that exceeds `limit` is not begun."""
+    """A filter that allows only tokens with which one answer stays a quotation of whole words within `limit` tokens."""
 
     def __init__(self, quotable: Quotable, end_ids: Collection[int], limit: int) -> None:
         self._tokens = quotable.tokens
@@ -28,7 +28,7 @@ class QuoteFilter:
         self._may_end = False
 
     def __call__(self, ids: Sequence[int], scores: Tensor) -> Tensor:
-        """Mask the scores (vocabulary,) of the token that follows `ids`, the answer so far."""
+        """Return the scores (vocabulary,) of the token after `ids`, the answer so far; -inf forbids a token."""
         if ids:
             self._take(ids[-1])
         left = self._limit - len(ids) - 1  # tokens that may follow the next one
@@ -39,7 +39,7 @@ class QuoteFilter:
         return masked
 
     def _take(self, id: int) -> None:
-        """Continue by one token; after an end token only end tokens can follow."""
+        """Continue all quotations with the token `id`; after an end token only end tokens can follow."""
         taken = [(run, token) for run in self._runs if (token := self._next(run)) is not None and token.id == id]
         self._runs = [(first[1:], place) if first else ((), place + 1) for (first, place), _ in taken]
         self._may_end = any(token.to_end == 0 for _, token in taken)

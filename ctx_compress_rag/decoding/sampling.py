@@ -1,4 +1,4 @@
-"""How a decoder is asked to generate text, and what it answers."""
+"""Say how a decoder generates text, and what an answer holds."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 def _several(value: object) -> object:
-    """One string, a list of them or None, as a tuple."""
+    """Return one string, a list of strings or None as a tuple, and anything else unchanged, for pydantic to refuse."""
     if isinstance(value, str):
         return (value,)
     return tuple(value or ()) if isinstance(value, list | None) else value
 
 
 class SamplingOptions(BaseModel):
-    """The options of an answer, which the frameworks' LLM classes and the server's requests have, too.
+    """Options of an answer, which the frameworks' LLM classes and the server's requests have, too.
 
-    Numbers may have another form: 1 for 1.0, 16.0 or "16" for 16.
+    A number may have another form, such as 1 for 1.0, and 16.0 or "16" for 16.
 
     Attributes:
-        max_tokens: longest answer, in tokens.
-        temperature: 0 always takes the most likely token (greedy).
-        top_p: sample from the most likely tokens, up to this total probability.
-        top_k: sample from this many of the most likely tokens; 0 or -1 for all.
+        max_tokens: most tokens of an answer.
+        temperature: how random tokens are; 0 always takes the likeliest token (greedy).
+        top_p: sample from the likeliest tokens, up to this total probability.
+        top_k: sample from this many of the likeliest tokens; 0 or -1 for all.
         stop: strings that end the answer and are left out of it, 16 at most.
-        seed: makes sampling repeatable, whatever else is in its batch; None draws a new one for each answer.
-        extractive: the answer is a quotation: consecutive whole words of the prompt, but for the question (the last
-            line of a user's message), or of a passage that one of its markers stands for.
+        seed: makes sampling repeatable in any batch; None draws a new seed for each answer.
+        extractive: make the answer a quotation, which is consecutive whole words of a passage or of the prompt without
+            its question. The question is the last line of a user's message.
         logprobs: also return the log-probability of each token.
         top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
         decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`,
-            `stop_strings`, ...), as transformers does; its sampling settings never apply.
+            `stop_strings`, ...) as transformers does, but never its settings of sampling.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] = 512
@@ -62,10 +62,10 @@ OPTIONS = tuple(SamplingOptions.model_fields)
 
 
 class Sampling(SamplingOptions):
-    """How tokens are chosen and when to end.
+    """Options that say how an answer's tokens are chosen and when the answer ends; they cannot be changed.
 
     Attributes:
-        json_schema: the answer is JSON of this schema (a dict, or JSON), if it ends before `max_tokens`.
+        json_schema: make the answer JSON of this schema (a dict, or its JSON), if it ends before `max_tokens`.
 
     Raises:
         ConfigError: an option is unknown, or has an impossible value.
@@ -90,7 +90,7 @@ class Sampling(SamplingOptions):
 def with_defaults(
     given: Mapping[str, Any], config: BundleConfig, *, max_tokens: int, extractive: bool
 ) -> dict[str, Any]:
-    """Options of `Sampling` with these defaults; JSON is no quotation, and short if the bundle quotes best."""
+    """Return the options `given` with defaults; JSON is not extractive, and it is short if the bundle quotes best."""
     is_json = given.get("json_schema") is not None
     if is_json and config.extractive:
         max_tokens = min(max_tokens, json_tokens(config.name))
@@ -103,11 +103,11 @@ class Generation:
 
     Attributes:
         text: the text, cut before a stop string, without special tokens.
-        prompt_tokens: length of the prompt, each slot counted as one token.
+        prompt_tokens: length of the prompt, where each slot counts as one token.
         slots: how many of the prompt's tokens were slots.
-        completion_tokens: tokens generated, including the end token.
-        finish_reason: "stop" after an end token or stop string, "length" if `max_tokens` or the window ran out.
-        logprobs: the log-probability of each token of the text, if they were asked for.
+        completion_tokens: number of generated tokens, including the end token.
+        finish_reason: "stop" after an end token or stop string, "length" at `max_tokens` or the window's end.
+        logprobs: the log-probability of each token of the text; None if nobody asked for them.
     """
 
     text: str
@@ -119,4 +119,4 @@ class Generation:
 
 
 Put = Callable[[str | Generation | BaseException], object]
-"""Called with pieces of text, then with the whole Generation or the error that ended it."""
+"""A caller's function, which gets pieces of text, then the whole Generation or the error that ended the answer."""

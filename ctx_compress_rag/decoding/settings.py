@@ -1,7 +1,7 @@
-"""A decoder's own generation settings, which publishers put into its `generation_config`.
+"""Apply a decoder's own generation settings, which publishers put into its `generation_config`.
 
-Those that change scores, and `stop_strings`, act in every answer, as in transformers' `generate`. Those that choose
-tokens (`do_sample`, `temperature`, `top_p`, ...) do not: `Sampling` has them.
+Settings that change scores, and `stop_strings`, act in every answer, as in transformers' `generate`. Settings that
+choose tokens (`do_sample`, `temperature`, `top_p`, ...) do not act, because `Sampling` has them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REFUSED: dict[str, Any] = {
 
 
 def own_settings(config: Any) -> dict[str, Any]:
-    """The settings of a model's `generation_config` that change scores, and its `stop_strings`."""
+    """Return the settings in a `generation_config` that act in answers; raise ConfigError for those not supported."""
     for name, value in _given(config, _REFUSED).items():
         raise ConfigError(
             f"the decoder's generation_config has {name}={value!r}, which is not supported: give "
@@ -62,7 +62,7 @@ def _given(config: Any, neutral: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
-    """The logits processors of a decoder's own settings (without stop strings), in the order of transformers."""
+    """Return the logits processors of a decoder's own settings without stop strings, in the order of transformers."""
     made: dict[str, Callable[[Any], LogitsProcessor]] = {
         "sequence_bias": SequenceBiasLogitsProcessor,
         "repetition_penalty": RepetitionPenaltyLogitsProcessor,

@@ -1,4 +1,4 @@
-"""Splice token ids and slots into one `inputs_embeds` batch for a decoder, and predict the answers in it."""
+"""Splice token ids and slots into one `inputs_embeds` batch for a decoder, and compute the logits of its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ctx_compress_rag.prompt import Prompt
 
 @dataclass(frozen=True)
 class Spliced:
-    """A batch ready for a decoder, padded on the left."""
+    """Prompts as one batch for a decoder, padded on the left."""
 
     inputs_embeds: Tensor  # (batch, length, dim)
     attention_mask: Tensor  # int64 (batch, length), 0 at padding
@@ -36,7 +36,7 @@ class Spliced:
 
 
 def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
-    """Embed the ids of each prompt, put its slots between them, and pad all to one length."""
+    """Return a batch of the prompts' embeddings and slots; raise ConfigError for an empty prompt or a wrong width."""
     embedded: list[Tensor] = []
     device = next(embed.parameters()).device
     for index, prompt in enumerate(prompts):
@@ -57,12 +57,12 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
 
 
 def open_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> AbstractContextManager[Any]:
-    """Locks a decoder's transformers model for this thread, set up to read prompts; `soft` if they have slots."""
+    """Return a context in which this thread alone has the decoder's model, ready for slots (if `soft`) or for text."""
     return bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder()
 
 
 def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """Logits that predict the tokens of the prompts' answers, and the ids of these tokens, prompt by prompt.
+    """Return the logits that predict the tokens of the prompts' answers, and the tokens' ids, prompt by prompt.
 
     Logits are computed only at positions that predict an answer token in some prompt of the batch.
 

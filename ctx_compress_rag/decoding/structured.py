@@ -1,4 +1,4 @@
-"""Answers that are JSON of a given schema: tokens that would violate it are never chosen."""
+"""Restrict an answer to JSON of a given schema."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 def schema_text(schema: object) -> object:
-    """A JSON schema (a dict, or its JSON) as JSON; anything else as it is, for pydantic to refuse."""
+    """Return a JSON schema (a dict, or its JSON) as JSON, and anything else unchanged, for pydantic to refuse."""
     return json.dumps(schema) if isinstance(schema, dict) else schema
 
 
 def schema_in(response_format: object) -> Any:
-    """The JSON schema in OpenAI's `response_format`; None for text."""
+    """Return the JSON schema in OpenAI's `response_format`, or None for text; raise ConfigError for another form."""
     match response_format:
         case None | {"type": "text"}:
             return None
@@ -41,7 +41,7 @@ def schema_in(response_format: object) -> Any:
 
 
 def closed_schema(schema: str) -> Any:
-    """A JSON schema without fields that it does not name: a small decoder never stops adding them."""
+    """Return `schema` without fields that it does not name, because a small decoder never stops adding such fields."""
     try:
         return _closed(json.loads(schema))
     except (ValueError, RecursionError) as error:
@@ -50,20 +50,17 @@ def closed_schema(schema: str) -> Any:
 
 @cache
 def json_tokens(bundle: str) -> int:
-    """Most tokens of JSON, unless the user says, from a bundle that answers best with quotations; warns once.
-
-    A decoder that cannot fill fields may not end them either.
-    """
+    """Return the default `max_tokens` of JSON for a bundle that answers best with quotations; warn once about JSON."""
     logger.warning(
         "bundle %r answers best with quotations: the fields of its JSON are often empty or wrong. Fill them with "
         "another model, from this one's answer",
         bundle,
     )
-    return 128
+    return 128  # a decoder that cannot fill fields may not end them either
 
 
 class JsonFilter:
-    """Allows only tokens that keep an answer the beginning of JSON of the schema."""
+    """A filter for one answer, which allows only tokens that go on with JSON of the schema."""
 
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int]) -> None:
         with needs("serve"):
@@ -79,7 +76,7 @@ class JsonFilter:
             raise _refused(schema, said)
 
     def __call__(self, ids: Sequence[int], scores: Tensor) -> Tensor:
-        """Mask the scores (vocabulary,) of the token that follows `ids`, the answer so far."""
+        """Return the scores (vocabulary,) of the token after `ids`, the answer so far; -inf forbids a token."""
         matcher = self._matcher
         if ids and not matcher.is_stopped():
             matcher.consume_token(ids[-1])
@@ -110,7 +107,7 @@ def _closed(schema: Any) -> Any:
 
 @lru_cache(maxsize=4)
 def _guide(tokenizer: Any, end_ids: tuple[int, ...]) -> Any:
-    """The tokenizer in llguidance's form: takes about a second for a large vocabulary."""
+    """Return the tokenizer in llguidance's form, which takes about a second for a large vocabulary."""
     from llguidance import LLTokenizer
 
     settings = json.loads(tokenizer.backend_tokenizer.to_str())

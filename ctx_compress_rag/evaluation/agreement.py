@@ -1,4 +1,4 @@
-"""How closely answers from less context match those from full text: on any questions, without known answers."""
+"""Measure how closely answers from less context agree with answers from full text, without known answers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 
 FEWEST = 30
-"""Questions to choose a ratio by."""
+"""Fewest questions to choose a ratio by."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two answers to one question: from the passages' full text, and from less."""
+    """Two answers to one question, one from the passages' full text and one from less context."""
 
     question: str
     system: str  # what the decoder was given in place of full text
@@ -65,15 +65,15 @@ def agreement(
     max_tokens: int | None = None,
     batch_size: int = 8,
 ) -> list[Agreement]:
-    """Answer each question from full text and from less; compare the answers.
+    """Answer each question from full text and from less context; return a comparison for each context and question.
 
-    Less is what the postprocessors show by default (with one passage: its soft context), and as many tokens of the best
-    sentences, each at each ratio; and no context, which shows what the scores are if nothing is read. All answers are
-    greedy, and quotations if the bundle answers best so. Missing passages are compressed and stored.
+    The lesser contexts are, at each ratio, what the postprocessors show by default (with one passage, its soft context)
+    and as many tokens of the best sentences, and then no context, which shows the scores if nothing is read. Answers
+    are greedy, and quotations if the bundle answers best so. Missing passages are compressed and stored.
 
-    This shows what less context changes, not what is right: a decoder that makes the same errors from text and from
-    slots agrees with itself. The default ratios are those that the bundle was trained for and the store can serve;
-    `ids` are the passages' in the store, by their texts. Returns for each context one for each question, in order.
+    A comparison shows what less context changes, not what is right, because a decoder that makes the same errors from
+    text and from slots agrees with itself. The default ratios are those that the bundle was trained for and the store
+    can serve. `ids` are the passages' ids in the store, by text. A bundle without a decoder raises ConfigError.
     """
     bundle = store.bundle
     if not isinstance(bundle, Bundle):
@@ -95,9 +95,10 @@ def agreement(
 
 
 def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
-    """The questions whose answers change at the finest ratios, each at the finest ratio that changes its answer.
+    """Return at most `count` questions whose answers change, each at the finest ratio that changes its answer.
 
-    Sorted by ratio, finest first; then by F1 with the full-text answer, lowest first. Best sentences do not count.
+    They are sorted by ratio, finest first, then by F1 with the full-text answer, lowest first. Best sentences do not
+    count.
     """
     differing = [each for each in agreements if each.ratio is not None and each.system != EXTRACTED and not each.same]
     differing.sort(key=lambda each: (each.ratio, each.f1))
@@ -108,7 +109,7 @@ def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
 
 
 def table(agreements: Sequence[Agreement]) -> str:
-    """Means by context as a Markdown table, ± one standard error."""
+    """Return the mean scores of each context as a Markdown table, ± one standard error."""
     rows = [
         {
             "context": group[0].label,
@@ -123,9 +124,10 @@ def table(agreements: Sequence[Agreement]) -> str:
 
 
 def advice(agreements: Sequence[Agreement]) -> str:
-    """One sentence: the coarsest ratio whose answers agree with full text's as well as the finest's.
+    """Return a sentence with the coarsest ratio whose answers agree with full text's as well as the finest ratio's.
 
-    With fewer than `FEWEST` questions, that they are too few: within their error, nearly any ratio agrees as well.
+    With fewer than `FEWEST` questions, it says that they are too few, since nearly any ratio agrees as well within the
+    error.
     """
     if (count := len({each.question for each in agreements})) < FEWEST:
         return f"{count} questions are too few to choose a ratio by: ask {FEWEST} or more."
@@ -145,7 +147,7 @@ def advice(agreements: Sequence[Agreement]) -> str:
 
 
 def as_text(agreements: Sequence[Agreement]) -> str:
-    """Both answers to each question, for people to read."""
+    """Return both answers to each question as text for people to read."""
     return "\n\n".join(
         f"{each.question}\n    full text: {each.full_text}\n    {each.label}: {each.answer}\n    F1 {each.f1:.2f}"
         for each in agreements
@@ -153,7 +155,7 @@ def as_text(agreements: Sequence[Agreement]) -> str:
 
 
 def save(agreements: Sequence[Agreement], folder: str | Path) -> None:
-    """Write agreement.md and agreement.json."""
+    """Write agreement.md and agreement.json into a folder."""
     text = f"{table(agreements)}\n\n{advice(agreements)}"
     report.write(folder, "agreement", text, [asdict(each) for each in agreements])
 

@@ -1,4 +1,4 @@
-"""A log of answers on disk, from which an interrupted evaluation resumes, and which people can read."""
+"""Keep a log of answers on disk, from which an interrupted evaluation resumes, and which people can read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ctx_compress_rag.evaluation.questions import Question
 
 
 class AnswerLog:
-    """A JSONL file: a line that says what answers depend on (`about`), then a line for each answer.
+    """A JSONL file with a line that says what answers depend on (`about`), then a line for each answer.
 
-    A file of the same run is continued, any other is replaced. From an answer that is not to a system's next question,
-    as after a deleted line or a second process, its answers are given again.
+    A file of the same run is continued, any other file is replaced. If a line was deleted, or a second process wrote
+    one, later answers of the system do not belong to its next question, so they are given again.
     """
 
     def __init__(self, file: str | Path, about: Mapping[str, Any], questions: Sequence[Question]) -> None:
@@ -41,11 +41,11 @@ class AnswerLog:
         self._file.write_text("".join(kept), encoding="utf-8")
 
     def given(self, key: tuple[str, int | None]) -> list[tuple[str, int]]:
-        """A system's answers at a ratio so far, in the questions' order, each with its prompt's number of tokens."""
+        """Return a system's answers at a ratio so far, in the questions' order, each with its prompt's token count."""
         return list(self._given[key])
 
     def add(self, key: tuple[str, int | None], asked: Sequence[Question], given: Sequence[tuple[str, int]]) -> None:
-        """Append a system's answers to the next questions; `given` is as above."""
+        """Append a system's answers to its next questions; `given` has the form that the method `given` returns."""
         rows = [
             {"system": key[0], "ratio": key[1], "question": q.question, "accepted": list(q.answers)}
             | {"answer": answer, "prompt_tokens": tokens}

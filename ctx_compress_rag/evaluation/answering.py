@@ -1,4 +1,4 @@
-"""Answer questions with a bundle's decoder, the context shortened in each way; soft contexts go through a store."""
+"""Answer questions from contexts that are shortened in different ways (systems); soft contexts go through a store."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "best sentences"
 BEST, MIXED, DEFAULT = "best passage", "half sentences, half slots", "default"
 SEVERAL = (BEST, MIXED, DEFAULT)
-"""What there is only with several passages in a prompt: the best alone, as text if it fits, else as slots; sentences of
-all and slots of the best; and what the postprocessors do by default."""
+"""Systems for several passages in a prompt: the best passage alone, as text if it fits, else as slots; sentences of all
+passages and slots of the best one; and what the postprocessors do by default."""
 
 Shortener: TypeAlias = Callable[[Sequence[str], Any, int], list[str]]
-"""A baseline from elsewhere: (passages, tokenizer, budget) -> a text for each passage, within so many tokens."""
+"""A baseline that a caller adds: (passages, tokenizer, budget) -> texts of the passages, within so many tokens."""
 
 _AT_ONCE = 16  # questions between two saves of the log; the store must keep slots made for them until then
 
@@ -49,7 +49,7 @@ class Answers:
 
 
 class Asking(TypedDict, total=False):
-    """How to ask: keywords of `answer`, `evaluate` and `evaluate_sets`; None takes the bundle's or the store's own."""
+    """How to ask, as keywords of `answer`, `evaluate` and `evaluate_sets`; None takes the bundle's or store's value."""
 
     sentences: bool  # also score what needs MiniLM: best sentences, and `SEVERAL`; True by default
     shorteners: Mapping[str, Shortener]  # more baselines, by name
@@ -62,12 +62,12 @@ class Asking(TypedDict, total=False):
 
 
 Key = tuple[str, int | None]
-"""System and ratio."""
+"""A system and its ratio, which is None for full text and no context."""
 SystemAnswers = dict[Key, Answers]
 
 
 def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[Asking]) -> dict[str, Any]:
-    """Everything that answers depend on except system and ratio, with defaults filled in, as JSON values."""
+    """Return everything that answers depend on except system and ratio, with defaults filled in, as JSON values."""
     return {
         "version": __version__,
         "fingerprint": bundle.fingerprint,
@@ -100,7 +100,7 @@ def answer(
     log: str | Path | None = None,
     **asking: Unpack[Asking],
 ) -> SystemAnswers:
-    """Answer every question with each of `systems`: FULL, NONE, or one with a ratio, a shortener's name among them."""
+    """Return the answers of `systems` (FULL, NONE, those with a ratio, names of shorteners) to all questions."""
     check_ratios(bundle, ratios)
     about = conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
@@ -113,7 +113,7 @@ def answer(
 
 
 def keys_of(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
-    """Each system with its ratios, in the order of a table; full text and no context have none."""
+    """Return each system with each ratio, in the order of a table; full text and no context come once, with None."""
     keys: list[Key] = [(system, None) for system in (FULL, NONE) if system in systems]
     return keys + [(system, ratio) for ratio in ratios for system in systems if system not in (FULL, NONE)]
 
@@ -121,7 +121,7 @@ def keys_of(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
 def each_store(
     bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int], **asking: Unpack[Asking]
 ) -> Iterator[tuple[list[int], Prompts]]:
-    """Stores that together serve all ratios, one open at a time: its ratios, and what makes prompts from it."""
+    """Yield the ratios that a store serves, and its maker of prompts, for stores that together serve all ratios."""
     # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
     shared = all(map(bundle.can_read, ratios))
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:
@@ -141,7 +141,7 @@ def each_store(
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes each system's prompt for a question, with passages from the store."""
+    """A maker of prompts for each system and question, with passages from the store."""
 
     decoder: Decoder
     store: SoftContextStore
@@ -153,11 +153,11 @@ class Prompts:
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
 
     def make(self, key: Key, q: Question) -> list[Message]:
-        """The chat that asks a question with a system's context at a ratio."""
+        """Return the chat that asks a question with a system's context at a ratio."""
         return prompt_of(self.template, self._texts(*key, q), q.question)
 
     def make_anew(self, key: Key, q: Question) -> list[Message]:
-        """Like `make` for a question asked for the first time: only the token budget and what retrieval knows stay."""
+        """Return what `make` does, computed as for a new question; only the token budget and passages' scores stay."""
         self._near.pop(q, None)
         return self.make(key, q)
 
@@ -187,13 +187,13 @@ class Prompts:
         return mark(self.store, passages, [self.ids.get(p) for p in passages], question=q.question, **options)
 
     def _budget(self, q: Question, ratio: int) -> int:
-        """Positions of the soft context in the prompt: slots, text that close reading keeps, and separators."""
+        """Return the positions that the soft context takes in the prompt, with text that RAM keeps and separators."""
         if (q, ratio) not in self._budgets:
             self._budgets[q, ratio] = len(self.decoder.preparer.token_ids(_joined(self._soft(q, ratio))))
         return self._budgets[q, ratio]
 
     def _scores(self, q: Question) -> list[float]:
-        """Cosine of the question with each passage, as a retriever would give it."""
+        """Return the cosine of the question with each passage, as a retriever would give it."""
         if q not in self._relevance:
             self._relevance[q] = (passage_vectors(q.passages) @ question_vectors([q.question])[0]).tolist()
         return self._relevance[q]
@@ -211,7 +211,7 @@ def answer_each(
     sampling: Sampling,
     log: AnswerLog | None = None,
 ) -> SystemAnswers:
-    """The answers of each system at its ratio, but for those that the log has."""
+    """Return the answers of each system at its ratio; those that the log has are not generated again."""
     answers: SystemAnswers = {}
     made: dict[str, tuple[str, int]] = {}  # several systems and ratios may make the same prompt
     with tqdm(total=len(keys) * len(questions), desc="answering", unit="answer") as bar:
@@ -238,7 +238,7 @@ def answer_each(
 
 
 def prompt_of(template: str, texts: Sequence[str], question: str) -> list[Message]:
-    """The chat that asks a question about texts; empty ones are left out."""
+    """Return the chat that asks a question about texts; empty texts are left out."""
     return [dict(message) for message in messages(template, _joined(texts), question)]
 
 

@@ -1,7 +1,7 @@
-"""Hard baselines: the passages' own text, cut to as many tokens as the soft context takes.
+"""Cut the passages' own text to as many tokens as the soft context takes, for baselines that are hard to beat.
 
-They keep one text per passage, in order (empty if nothing of a passage is left), so that prompts are built as from the
-full passages. The budget is a total over the passages, and never exceeded.
+A baseline keeps one text per passage, in order (empty if nothing of a passage is left), so that prompts are built as
+from the full passages. The budget is the most tokens of all passages together.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
 def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
-    """Keep the first tokens of each passage, the budget shared in proportion to the passages' lengths.
+    """Return the first tokens of each passage as text; the passages share the budget in proportion to their lengths.
 
-    Shares are whole tokens by the method of largest remainders, so that they sum to the budget. Offsets are needed: the
-    tokenizer must be a fast one.
+    Shares are whole tokens by the method of largest remainders, so that they sum to the budget. The tokenizer must be a
+    fast one, because offsets are needed.
     """
     lengths = [count(text, tokenizer) for text in passages]
     total = sum(lengths)
@@ -31,7 +31,7 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
 
 
 def extract(near: Sequence[Sequence[Sentence]], tokens: Callable[[str], Sequence[int]], budget: int) -> list[str]:
-    """The sentences nearest to the question that fit, in the order of the text; the first that does not is cut."""
+    """Return the sentences nearest to the question that fit, in the order of the text; the first beyond that is cut."""
 
     def count(shown: Sequence[Shown]) -> int:
         return len(tokens(PASSAGE_SEPARATOR.join(each.text for each in shown if each.text)))
@@ -41,12 +41,12 @@ def extract(near: Sequence[Sequence[Sentence]], tokens: Callable[[str], Sequence
 
 
 def count(text: str, tokenizer: Any) -> int:
-    """Tokens of a text, without special ones."""
+    """Return the number of tokens of a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _head(text: str, tokenizer: Any, tokens: int) -> str:
-    """The longest start of a text that ends with one of its tokens and has at most `tokens`, counted on its own."""
+    """Return the longest start of a text that ends with one of its tokens and has at most `tokens` by itself."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     if len(offsets) <= tokens:
         return text

@@ -30,7 +30,7 @@ from ctx_compress_rag.text.answers import contains_answer, declined, exact_match
 
 @dataclass(frozen=True)
 class Score:
-    """One system at one ratio: means over the questions that have an answer, 0 to 1, with their standard errors."""
+    """Scores of one system (a way to make the context) at one ratio, as means from 0 to 1 over answerable questions."""
 
     system: str  # what the decoder was given
     ratio: int | None  # source tokens per slot, None if there is none
@@ -52,18 +52,18 @@ def evaluate(
     ratios: Sequence[int] | None = None,
     **asking: Unpack[Asking],
 ) -> list[Score]:
-    """Score answers from full text, without context, and from the context shortened in each way.
+    """Return the scores of answers from full text, without context, and from the context shortened in each way.
 
-    Soft contexts take the path that they take in an application: a store, its codec, markers and the splice.
-    Whatever else is scored gets prompts of as many tokens for each question, and is read by the same decoder. The
-    default ratios are those the bundle was trained for.
+    Soft contexts take the path that they take in an application, through a store, its codec, markers and the splice.
+    Other shortened contexts get prompts of as many tokens for each question, and are read by the same decoder. The
+    default ratios are those that the bundle was trained for.
     """
     ratios, systems = ratios or bundle.config.ratios, systems_of(bundle, questions, **asking)
     return scores_of(questions, answer(bundle, questions, ratios, systems, **asking))
 
 
 def systems_of(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[Asking]) -> list[str]:
-    """What `evaluate` compares, in the order of the table."""
+    """Return the systems (ways to make the context) that `evaluate` compares, in the order of the table."""
     several = any(len(q.passages) > 1 for q in questions) and bundle.reads_slots_alone
     near = [EXTRACTED, *(SEVERAL if several else ())] if asking.get("sentences", True) else []
     return [FULL, NONE, SOFT, TRUNCATED, *near, *asking.get("shorteners", ())]
@@ -72,12 +72,12 @@ def systems_of(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
 def each(
     metric: Callable[[str, Sequence[str]], float], given: Sequence[str], questions: Sequence[Question]
 ) -> list[float]:
-    """A metric's score of each question's answer."""
+    """Return a metric's score of the answer to each question."""
     return [metric(text, q.answers) for text, q in zip(given, questions, strict=True)]
 
 
 def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Score]:
-    """Score each system's answers, which must include those from full text and without context."""
+    """Return the scores of each system's answers, which must include those from full text and without context."""
     asked = [q for q in questions if q.answers]
     said = {
         key: [t for t, q in zip(given.texts, questions, strict=True) if q.answers] for key, given in answers.items()
@@ -107,7 +107,7 @@ def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Sco
 
 
 def table(scores: Sequence[Score]) -> str:
-    """The scores as a Markdown table, ± one standard error; with columns for declined questions if there are any."""
+    """Return the scores as a Markdown table, ± one standard error, with declined questions if any have no answer."""
     rows = []
     for s in scores:
         row = {

@@ -1,4 +1,4 @@
-"""Distractors: the passages nearest to a question's own that do not answer it."""
+"""Find distractors, which are the passages nearest to a question's own that do not answer it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ctx_compress_rag.text.answers import mentions_answer
 
 
 class Neighbors:
-    """Finds the nearest neighbors of passages among these, by MiniLM; needs the extra `sentences`."""
+    """A set of passages that finds the nearest neighbors of each by MiniLM; needs the extra `sentences`."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         self._passages = list(dict.fromkeys(passages))
@@ -22,16 +22,13 @@ class Neighbors:
         self._vectors = passage_vectors(self._passages)
 
     def of(self, passage: str, answers: Sequence[str]) -> Iterator[str]:
-        """The other passages that mention none of the answers, nearest first."""
+        """Yield the other passages that mention none of the answers, nearest first."""
         order = np.argsort(-(self._vectors @ self._vectors[self._places[passage]]), kind="stable")
         others = (self._passages[place] for place in order)
         return (other for other in others if other != passage and not mentions_answer(other, answers))
 
     def among(self, q: Question, count: int) -> Question:
-        """The question with its passages among neighbors, `count` in all, in an order that is the same at every call.
-
-        A question that has enough passages stays as it is.
-        """
+        """Return the question with near passages added until it has `count`, in the same random order at every call."""
         others = (other for other in self.of(q.passages[0], q.answers) if other not in q.passages)
         added = [other for other, _ in zip(others, range(count - len(q.passages)), strict=False)]
         if not added:

@@ -1,4 +1,4 @@
-"""Plots of score against compression ratio, made without a display."""
+"""Plot scores against the compression ratio, without a display."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ XLABEL = "source tokens per slot (compression ratio)"
 
 @dataclass(frozen=True)
 class Curve:
-    """A system's scores from 0 to 1: (ratio, score, margin on either side)."""
+    """A system's scores as points (ratio, score from 0 to 1, margin of error on either side)."""
 
     label: str
     points: Sequence[tuple[float, float, float]]
 
 
 def plot_scores(path: str | Path, curves: Sequence[Curve], levels: Mapping[str, float], title: str = "") -> Path:
-    """Save answer F1 against compression ratio as a PNG.
+    """Save a plot of answer F1 against the compression ratio as a PNG; return its path.
 
-    The first of `curves` is what the plot is about; five can be told apart. `levels` are scores that have no ratio
-    (full text, no context), drawn as horizontal lines.
+    The first of `curves` is what the plot is about; five curves can be told apart. `levels` are scores that have no
+    ratio (full text, no context), drawn as horizontal lines.
     """
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
@@ -72,7 +72,7 @@ def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure; `width` and `height` are in inches."""
+    """Return an empty figure; `width` and `height` are in inches. Needs the extra `train`."""
     with needs("train"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

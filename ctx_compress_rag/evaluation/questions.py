@@ -1,4 +1,4 @@
-"""Questions to score a bundle on."""
+"""Define the questions that a bundle is scored on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ctx_compress_rag.data.examples import Example
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its passages; it has no accepted answers if the passages do not answer it."""
+    """A question with its passages and accepted answers (none if the passages do not answer the question)."""
 
     passages: tuple[str, ...]
     question: str
@@ -20,7 +20,7 @@ class Question:
 
 
 def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
-    """One question per turn, the first turns of all examples first, so that a limit spreads over examples."""
+    """Return a question for each turn, first turns of all examples first, so that a limit spreads over examples."""
     turns = max(len(e.turns) for e in examples)
     questions = [
         Question(e.passages, e.turns[i].question, e.turns[i].answers)
@@ -32,5 +32,5 @@ def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """SHA-256 of questions with their passages and answers."""
+    """Return the SHA-256 of questions with their passages and answers, in hex digits."""
     return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Format results: Markdown tables, scores with their errors, and the files of a report."""
+"""Format results as Markdown tables and scores with their errors, and write the files of a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctx_compress_rag.evaluation.statistics import Interval, standard_error
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows, each of cells by column, as a Markdown table; a cell that a row lacks is left empty."""
+    """Return rows, each a mapping of columns to cells, as a Markdown table; a cell that a row lacks is empty."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     head, *body = [
         f"| {' | '.join(cells)} |" for cells in (columns, *([row.get(c, "") for c in columns] for row in rows))
@@ -22,27 +22,27 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def with_error(mean: float, error: float | None) -> str:
-    """A mean, and its standard error if there is one."""
+    """Return a mean as text, with its standard error if there is one."""
     return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
 
 
 def mean(values: Sequence[float]) -> str:
-    """The mean of the questions' scores, with its standard error unless there is only one question."""
+    """Return the mean of the questions' scores as text, with its standard error unless there is only one score."""
     return with_error(float(np.mean(values)), standard_error(values) if len(values) > 1 else None)
 
 
 def interval(found: Interval | None, sign: str = "") -> str:
-    """A value and its interval; `sign` "+" also signs positive numbers, for differences. None gives ""."""
+    """Return a value and its interval as text; `sign` "+" signs positive numbers, for differences. None gives ""."""
     return "" if found is None else f"{found.value:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
 
 
 def times(ratio: float | None) -> str:
-    """A ratio, such as "4x". None gives ""."""
+    """Return a ratio as text, such as "4x". None gives ""."""
     return "" if ratio is None else f"{ratio:g}x"
 
 
 def write(folder: str | Path, name: str, text: str, record: Any = None) -> Path:
-    """Write `name`.md, and `name`.json if there is a record. Create the folder if needed, and return it."""
+    """Write `name`.md, and `name`.json if there is a record; return the folder, which is made if needed."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(f"{text}\n", encoding="utf-8")

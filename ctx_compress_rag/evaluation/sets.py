@@ -21,13 +21,13 @@ _ANSWERS = "answers.jsonl"
 
 
 Extra: TypeAlias = Callable[[Bundle, Sequence[Question], SystemAnswers, Path], tuple[str, Any]]
-"""A table of its own about a set's answers, such as a judge's verdicts: (the bundle that is scored, what was asked,
-what each system answered, the set's folder) -> Markdown, and JSON values for scores.json."""
+"""A function that adds a table, such as a judge's verdicts: (a bundle, a set's questions, systems' answers, the set's
+folder) -> the table as Markdown, and JSON values for scores.json."""
 
 
 @dataclass(frozen=True)
 class SetScores:
-    """What came out for a set: the scores, all tables as Markdown, and how many questions were asked."""
+    """The result for a set, which is the scores, all tables as Markdown, and how many questions were asked."""
 
     scores: list[Score]
     text: str
@@ -35,9 +35,10 @@ class SetScores:
 
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
-    """The questions of JSONL files by the file's name without its suffix, at most `limit` of each, evenly spread.
+    """Return the questions of JSONL files, by file name without suffix, at most `limit` of each file, evenly spread.
 
-    If a question has fewer than `passages` passages, it gets those of its file that are nearest to its own.
+    A question with fewer than `passages` passages gets the passages of its file that are nearest to its own. Two files
+    of the same name raise DataError.
     """
     sets: dict[str, list[Question]] = {}
     for file in files:
@@ -61,11 +62,11 @@ def evaluate_sets(
     extras: Mapping[str, Extra] | None = None,
     **asking: Unpack[Asking],
 ) -> dict[str, SetScores]:
-    """Score each set as `evaluate` does; write answers, scores and plots.
+    """Score each set as `evaluate` does; write answers, scores and plots, and return the results by set.
 
-    If it is run again after an interruption, it continues from the written answers. Questions whose full text does not
-    fit into the decoder's window are left out, and counted. Each of several sets gets a folder in `output`; `extras`
-    are more tables, by the name of their values in scores.json.
+    A call after an interruption continues from the written answers. Questions whose full text does not fit into the
+    decoder's window are left out, and counted. Each of several sets gets a folder in `output`. `extras` make more
+    tables, by the name of their values in scores.json. A set with fewer than two answers raises DataError.
     """
     ratios = ratios or bundle.config.ratios
     untrained = [ratio for ratio in ratios if ratio not in bundle.config.ratios]
@@ -99,7 +100,7 @@ def evaluate_sets(
 
 
 def fitting(bundle: Bundle, questions: Sequence[Question], max_tokens: int | None = None) -> list[Question]:
-    """The questions whose full text fits into the decoder's window with an answer."""
+    """Return the questions whose full text fits into the decoder's window with an answer."""
     window, count = bundle.backbone.window, Decoder(bundle).preparer.count_chat_tokens
     if window is None:
         return list(questions)

@@ -1,6 +1,6 @@
-"""How certain scores are: standard errors, and 95 % percentile-bootstrap intervals.
+"""Compute how certain scores are, by standard errors and 95 % percentile-bootstrap intervals.
 
-The bootstrap draws questions, so that all scores of a question stay together: questions that are hard for every system
+The bootstrap draws questions and keeps all scores of a question together, so questions that are hard for every system
 do not widen an interval. The draws are the same at every call.
 """
 
@@ -20,7 +20,7 @@ _SEED = 0
 
 
 def standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean of the scores, one per question."""
+    """Return the standard error of the mean of scores, one per question; raise DataError for fewer than two."""
     if len(scores) < 2:
         raise DataError(f"a standard error needs two scores or more, got {len(scores)}")
     return float(np.std(scores, ddof=1) / np.sqrt(len(scores)))
@@ -38,11 +38,11 @@ class Interval:
 def teacher_normalized(
     compressed: Sequence[float], no_context: Sequence[float], full_text: Sequence[float]
 ) -> Interval | None:
-    """The share of the gain from full text that compression keeps (Simple Context Compression, section 5.1).
+    """Return the share of the gain from full text that compression keeps (Simple Context Compression, section 5.1).
 
-    (compressed - no context) / (full text - no context), each the mean of any score over the same questions in the same
-    order, answered by the same decoder. None if the full text is not significantly better than no context (at the
-    interval's confidence level), because there is then no gain to take a share of.
+    The share is (compressed - no context) / (full text - no context), where each is the mean of any score over the same
+    questions in the same order, answered by the same decoder. None if the full text is not significantly better than no
+    context (at the interval's confidence level), because there is then no gain to take a share of.
     """
     whole, means = _resampled(compressed, no_context, full_text)
     gain, worth = means[:, 0] - means[:, 1], means[:, 2] - means[:, 1]
@@ -53,7 +53,7 @@ def teacher_normalized(
 
 
 def _resampled(*systems: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Each system's mean (systems,), and its means over resampled questions (resamples, systems)."""
+    """Return each system's mean (systems,), and its means over resampled questions (resamples, systems)."""
     lengths = [len(scores) for scores in systems]
     if len(set(lengths)) != 1 or not lengths[0]:
         raise DataError(f"the systems need scores of the same questions, got {lengths} scores")

@@ -1,1 +1,1 @@
-"""Bases of every framework's LLM and postprocessor."""
+"""Bases of every framework's LLM and postprocessor classes."""

@@ -1,4 +1,4 @@
-"""What the LLM classes of all frameworks share: one decoder, its scope, and copies within the process."""
+"""Share one decoder, its scope, and copies within the process among the LLM classes of all frameworks."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ctx_compress_rag.text.templates import messages
 class DecoderLLM(SamplingOptions, EngineOptions):
     """The base and the options of a framework's LLM class; it comes before the framework's own base class.
 
-    Besides these, the options of the engine (see `EngineOptions`) and of an answer (see `SamplingOptions`), which can
-    also be given per call. `max_tokens` is by default 512, or that of an imported bundle's training. `extractive` is by
-    default what the bundle answers best with (`BundleConfig.extractive`), except for JSON and on a server: set it to
-    False for summaries and rewritten questions.
+    Other options are those of the engine (see `EngineOptions`) and of an answer (see `SamplingOptions`). Options of an
+    answer can also be given at each call. `max_tokens` is by default 512, or that of an imported bundle's training.
+    `extractive` is by default what the bundle answers best with (`BundleConfig.extractive`), except for JSON and on a
+    server; set it to False for summaries and rewritten questions.
 
     Args:
-        store: where the soft contexts are; its bundle, on its device and in its dtype, is the model.
-        on_unreadable: what to do with a marker whose slots cannot be read (it has another key or scope, was changed, or
-            its passage was deleted or damaged): raise an "error", or read the passage's "text" if the store has it,
-            else the marker as literal text, with a warning.
-        scope: tenant or user whose markers are read; None takes that of `ctx_compress_rag.store.marker.scope`, or the
-            store's.
-        engine: what runs the decoder: "transformers" or "llama.cpp", in this process, or the address of a vLLM server
-            (see `ctx-compress export`).
+        store: the store of the soft contexts; its bundle, on its device and in its dtype, is the model.
+        on_unreadable: what to do with a marker that was changed, that has another key or scope, or whose passage is
+            missing or damaged in the store. "error" raises. "text" logs a warning and reads the passage's text if the
+            store can give it, else the marker as ordinary text.
+        scope: tenant or user whose markers are read; None takes the scope of `ctx_compress_rag.store.marker.scope`, or
+            else the store's.
+        engine: what runs the decoder, which is "transformers" or "llama.cpp" in this process, or the address of a vLLM
+            server (see `ctx-compress export`).
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or a prompt cannot be read.
-        UnreadableMarkerError: at a call, a marker is of another key or scope, or was changed.
+        UnreadableMarkerError: at a call, a marker has another key or scope, or was changed.
         MissingPassageError: at a call, a marker's passage is no longer stored.
         PayloadError: at a call, a record is damaged, changed, or signed with another key.
         StoreError: at a call, the store cannot be reached.
-        DecoderMemoryError: at a call, the device has not enough memory for the prompt.
+        DecoderMemoryError: at a call, the device does not have enough memory for the prompt.
         ServerError: at a call, the server cannot be reached or refuses the request.
     """
 
@@ -76,15 +76,15 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         self.sampling({})  # impossible values are refused here, not at the first question
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: the model and the store belong to this process."""
+        """Raise ConfigError, because the model and the store cannot leave this process by pickling."""
         raise ConfigError(f"{type(self).__name__} holds a model of this process: create it in the other process")
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """A copy with options of its own; the model and the store are shared."""
+        """Return a copy with its own options; the model and the store are shared."""
         return self.model_copy()
 
     def _question_messages(self, context: str, question: str) -> list[dict[str, str]]:
-        """How the store's bundle was trained to be asked: messages with these two variables of a format string."""
+        """Return the prompt of the bundle's training as messages, with these two variables of a format string."""
         holes = ("\ue000context\ue000", "\ue000question\ue000")
         bundle = self.decoder.bundle
         assert isinstance(bundle, Bundle)
@@ -95,10 +95,9 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         return asked
 
     def sampling(self, given: Mapping[str, Any]) -> Sampling:
-        """How a call's answer is sampled: by its options, else (None, too) by the LLM's own.
+        """Return how a call's answer is sampled, by options of the call, or of this LLM where those are absent or None.
 
-        Besides the options of an answer, a call may have OpenAI's `response_format`. Raises ConfigError for an unknown
-        option, and for an impossible value.
+        A call may also have OpenAI's `response_format`. An unknown option or an impossible value raises ConfigError.
         """
         chosen = {name: value for name, value in given.items() if value is not None}
         schema = schema_in(chosen.pop("response_format", None))
@@ -110,7 +109,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder that answers."""
+        """Return the decoder that answers, which is made at first use; raise ConfigError if the bundle has none."""
         if self._decoder is None:
             bundle = self.store.bundle
             if not isinstance(bundle, Bundle):
@@ -122,14 +121,14 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         return self._decoder
 
     def with_decoder(self, decoder: Decoder) -> Self:
-        """A copy that answers with another decoder of the same store."""
+        """Return a copy that answers with another decoder of the same store."""
         other = self.model_copy()
         other._decoder = decoder
         return other
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What an answer depends on besides the prompt: the key that caches keep it under, without secrets."""
+        """Return what an answer depends on besides the prompt, as a key for caches, without secrets."""
         return {
             "fingerprint": self.store.fingerprint,
             "scope": self.scope or current_scope() or self.store.scope,
@@ -139,5 +138,5 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         }
 
     def in_scope(self) -> AbstractContextManager[None]:
-        """A block in which prompts are read with the LLM's `scope`."""
+        """Return a context in which prompts are read with the LLM's `scope`."""
         return nullcontext() if self.scope is None else scope(self.scope)

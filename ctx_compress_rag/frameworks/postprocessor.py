@@ -1,4 +1,4 @@
-"""What the postprocessors of the frameworks share."""
+"""Share options and checks among the postprocessors of all frameworks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ctx_compress_rag.strict import check_known, explain
 class MarkingPostprocessor(BaseModel):
     """The base and the options of a framework's postprocessor; it comes before the framework's own base class.
 
-    A passage is looked up in the store by its id, then by its text: the retriever and the store need not use the same
-    ids. With a RAM bundle a passage keeps the segments that the question needs as text, and markers stand for the rest;
-    the LLM must then have the same bundle object.
+    A passage is looked up in the store by its id, then by its text, so the retriever and the store need not use the
+    same ids. With a RAM bundle, the segments that the question needs stay text, and markers stand for the rest of a
+    passage; the LLM must then have the same bundle object.
 
     Args:
-        store: where the soft contexts are.
+        store: the store of the soft contexts.
         ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, how
             many times shorter all passages together become, 2 or more; None takes the smallest it was trained for.
-        token_budget: in place of a ratio, the maximum number of tokens for all passages of a question together: slots,
-            text and the blank lines between passages, as the LLM counts them. Metadata and template are not counted.
-            A ratio stands for the budget that it would give all passages.
-        text_share: the share of this budget, 0 to 1, for the sentences nearest to the question (MiniLM), as text; the
-            rest is for slots of the most relevant passage, and passages with no share are dropped. Without scores, the
-            first is the most relevant. 0 shows every passage as slots. None shows the share with which the bundle
-            answers best (`BundleConfig.text_share`) if there are several passages, a question, and the extra
-            `sentences`, else slots.
-        on_missing: what to do with a passage that the store cannot stand in for, each alone: "compress" and store it,
-            or keep its text, with a warning, if that is impossible; raise an "error"; or keep its "text". See
-            `ctx_compress_rag.marking.mark.OnMissing`.
-        scope: tenant or user that the markers belong to; None takes that of `ctx_compress_rag.store.marker.scope`, or
-            the store's.
+        token_budget: in place of a ratio, the most tokens for all passages of a question together, with slots, text and
+            the blank lines between passages, as the LLM counts them. Metadata and template are not counted. A ratio
+            stands for the budget that all passages would take at this ratio.
+        text_share: the share of this budget, 0 to 1, for the sentences nearest to the question (MiniLM), as text. The
+            rest is for slots of the most relevant passage, which is the first if there are no scores; passages with no
+            share are dropped. 0 shows every passage as slots. None shows the share with which the bundle answers best
+            (`BundleConfig.text_share`) if there are several passages, a question, and the extra `sentences`, else
+            slots.
+        on_missing: what to do with each passage that the store lacks, has with another text, or has damaged. "compress"
+            compresses and stores the passage, or keeps its text with a warning if that is impossible. "error" raises.
+            "text" keeps the text. See `ctx_compress_rag.marking.mark.OnMissing`.
+        scope: tenant or user that the markers belong to; None takes the scope of `ctx_compress_rag.store.marker.scope`,
+            or else the store's.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or both a ratio and a budget are given; at a
@@ -64,10 +64,10 @@ class MarkingPostprocessor(BaseModel):
         _ = self.marking  # refuses impossible values
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be pickled: the store belongs to this process."""
+        """Raise ConfigError, because the store cannot leave this process by pickling."""
         raise ConfigError(f"{type(self).__name__} holds a store of this process: create it in the other process")
 
     @property
     def marking(self) -> Marking:
-        """What marks the texts that were retrieved for a question, with these options."""
+        """Return the Marking, with these options, that turns retrieved texts into markers and sentences."""
         return Marking(self.store, self.ratio, self.token_budget, self.text_share, self.on_missing, self.scope)

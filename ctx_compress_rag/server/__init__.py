@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server: one process owns model and store, clients in any language send markers."""
+"""An OpenAI-compatible server, whose one process owns model and store; its clients send markers or questions."""

@@ -1,4 +1,4 @@
-"""Get the decoder's answers in an event loop."""
+"""Await a decoder's answers in an event loop, and cancel them when the client disconnects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Pieces = AsyncGenerator[str | Generation, None]
 
 
 class ClientGoneError(Exception):
-    """The client has disconnected."""
+    """The client disconnected before its answer was ready."""
 
 
 async def answer(decoder: Decoder, prompt: PromptLike, sampling: Sampling, metrics: Metrics) -> Pieces:
-    """Yield a prompt's answer piece by piece, then the whole Generation; both are counted."""
+    """Yield a prompt's answer piece by piece, then the whole Generation; count time and tokens in `metrics`."""
     began, first = time.perf_counter(), True
     async with aclosing(await decoder.astream(prompt, sampling)) as pieces:
         async for piece in pieces:
@@ -35,7 +35,7 @@ async def answer(decoder: Decoder, prompt: PromptLike, sampling: Sampling, metri
 
 
 async def whole(answers: Sequence[Pieces]) -> list[Generation]:
-    """The answers, read to their ends at the same time; if one fails, all are canceled."""
+    """Return the answers, which are read to their ends at the same time; if one fails, cancel all."""
 
     async def last(pieces: Pieces) -> Generation:
         async with aclosing(pieces):
@@ -53,7 +53,7 @@ async def whole(answers: Sequence[Pieces]) -> list[Generation]:
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """Return what `work` gives; cancel it and raise ClientGoneError if the client disconnects first."""
+    """Return the result of `work`; if the client disconnects first, cancel `work` and raise ClientGoneError."""
 
     async def gone() -> None:  # `receive` is ASGI's, after the body was read: the next message is the disconnect
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""API keys. A key opens a scope: whose markers a request may read and write."""
+"""Read API keys, each of which opens a scope; a request may read and write only markers of its key's scope."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIN_LENGTH = 16
 
 
 class ApiKeys:
-    """Which scope (tenant or user) each API key opens. Several keys may open one scope."""
+    """A table of the scope (tenant or user) that each API key opens. Several keys may open one scope."""
 
     def __init__(self, scopes: Mapping[str, str]) -> None:
         for key, scope in scopes.items():
@@ -29,16 +29,16 @@ class ApiKeys:
         self._scopes = {_digest(key): scope for key, scope in scopes.items()}
 
     def scope_of(self, authorization: str | None) -> str | None:
-        """The scope that an `Authorization` header opens; None for an unknown or missing key."""
+        """Return the scope that an `Authorization` header opens; None for an unknown or missing key."""
         kind, _, key = (authorization or "").partition(" ")
         return self._scopes.get(_digest(key.strip())) if kind.lower() == "bearer" else None
 
 
 def find_keys(file: str | Path | None = None) -> ApiKeys | None:
-    """The keys from a file, else from the environment variable `CTX_COMPRESS_API_KEYS`; None if neither is given.
+    """Return the keys in a file, else in the environment variable `CTX_COMPRESS_API_KEYS`; None if neither is given.
 
     Each line holds a key and its scope with a space between; a line that begins with # is a comment. In the variable,
-    commas may also separate lines.
+    commas may also separate lines. Raises ConfigError for a file that cannot be read and for a malformed line.
     """
     if file is not None:
         try:

@@ -1,4 +1,4 @@
-"""The app: OpenAI's routes, `compress`, health and metrics, on one decoder and its store."""
+"""Build the app with OpenAI's routes, `compress`, health and metrics, on one decoder and its store."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ def create_app(
     hosts: Collection[str] = (),
     retrieval: Retrieval | None = None,
 ) -> FastAPI:
-    """An ASGI app that answers with a decoder, in the scope of each request's API key, and compresses into its store.
+    """Return an ASGI app that answers with a decoder and compresses texts into the decoder's store.
 
-    Without `keys`, it lets in who asks it under a name of this machine or of `hosts`, in the store's own scope. With
-    `retrieval`, it finds passages for chats without markers, and has a page to ask on.
+    Each request has the scope of its API key. Without `keys`, the app answers only requests to a name of this machine
+    or of `hosts`, in the store's own scope. With `retrieval`, the app finds passages for chats without markers, and has
+    a page to ask questions on. Raises ConfigError if the decoder has no store.
     """
     if decoder.store is None:
         raise ConfigError("the server's decoder has no store: give it the store whose markers clients send")
@@ -77,7 +78,7 @@ def create_app(
 
 @dataclass(eq=False)
 class _Service:
-    """What the routes do."""
+    """The routes' functions, and what they share."""
 
     decoder: Decoder
     store: SoftContextStore
@@ -147,9 +148,9 @@ class _Service:
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def compress(self, body: Compress, request: Request) -> Response:
-        """Make markers for texts. A passage's id is a hash of its text: no client can change or name another's.
+        """Return markers for texts; ids are hashes of texts, so that no client can change or name another's passage.
 
-        A part of the texts that has begun is finished; parts that wait when the client disconnects are canceled.
+        The part that is being compressed when the client disconnects is finished; later parts are canceled.
         """
         if body.model is not None:
             self._check_model(body.model)
@@ -194,7 +195,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _explained(request: Request, error: Exception) -> Exception:
-    """Turn FastAPI's and Starlette's own errors into this server's."""
+    """Return this server's error for an error of FastAPI or Starlette, and other errors as they are."""
     if isinstance(error, RequestValidationError):
         return malformed(error.errors())
     if isinstance(error, HTTPException) and error.status_code in (404, 405):

@@ -1,6 +1,7 @@
-"""Connections on which no request comes do not stay for long, and do not keep others out.
+"""Close connections that send no request, so that they do not keep other clients out.
 
-uvicorn has no limit for the time that a request's head takes, and its limit of connections refuses the newest.
+uvicorn does not limit how long a request's head (first line and headers) takes, and refuses new connections above a
+limit.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_BYTES = 1 << 16
-"""Of a request's first line and headers."""
+"""Most bytes of a request's first line and headers."""
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection of the server."""
+    """A connection of the server, which closes if a request's head does not arrive in time."""
 
     head_seconds = 20.0  # that a request's head may take
     most = 1024  # connections; one more closes that which has been silent for longest
 
     def connection_made(self, transport: Any) -> None:
-        """Make room for it, and wait for a request's head."""
+        """Close the connection that is silent for longest if there are too many, and wait for a request's head."""
         super().connection_made(transport)
         self._heard = self.loop.time()
         self._deadline = self.loop.call_later(self.head_seconds, transport.abort)
@@ -31,7 +32,7 @@ class LimitedProtocol(H11Protocol):
             min(silent, key=lambda each: each._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Wait until the head is there, or begin to wait for that of the next request."""
+        """Stop the wait when the head has arrived; after an answer, begin to wait for the next head."""
         super().data_received(data)
         self._heard = self.loop.time()
         if self.conn.their_state is not h11.IDLE:

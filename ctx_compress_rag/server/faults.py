@@ -1,4 +1,4 @@
-"""Errors as a client sees them: it learns what it can fix; what only the operator can fix is in the log."""
+"""Turn errors into what clients see; clients learn what they can fix, and the log says the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """A request that is refused with an HTTP status; `code` is OpenAI's, `param` the field at fault."""
+    """A request that is refused with an HTTP status; `code` is OpenAI's error code, `param` the field at fault."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -27,12 +27,12 @@ class RequestError(Exception):
 
 
 def fault(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's format."""
+    """Return the body of an error in OpenAI's format; `kind` is its type."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and body for an error, without paths and other tenants' names."""
+    """Return an error's HTTP status and body, without paths and names of other tenants."""
     match error:
         case RequestError():
             return error.status, error.body

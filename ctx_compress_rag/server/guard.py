@@ -1,4 +1,4 @@
-"""What a request must pass before the app sees it: its host, its key, how many there are, the size of its body."""
+"""Check a request's host and key, the number of requests and the size of the body before the app sees the request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BODY_SECONDS = 60
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask of the server."""
+    """What clients may ask of the server; a limit below 1 raises ConfigError."""
 
     body_bytes: int = 4 << 20
     requests: int = 256  # at a time, of all clients; further ones get status 429
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass
 class Guard:
-    """ASGI middleware. Refuses a request without a key before its body is read, and does not count it."""
+    """ASGI middleware that refuses a request without a valid key before its body is read, and does not count it."""
 
     app: Any  # gets the key's scope as `state.tenant`, and the body as one message
     metrics: Metrics
@@ -71,7 +71,7 @@ class Guard:
             await self.app(scope, receive, send)
 
     def _refusal(self, headers: Any, locked: bool) -> tuple[Response | None, str | None]:
-        """Why a request is refused by its headers, and the scope that its key opens."""
+        """Return a refusal, or None if the request's headers are accepted, and the scope that its key opens."""
         given = {name: value.decode("latin-1") for name, value in headers}
         for name in _ONCE:
             if sum(name == other for other, _ in headers) > 1:
@@ -90,7 +90,7 @@ class Guard:
         return None, tenant
 
     def _is_own(self, address: str) -> bool:
-        """Whether a `Host` or `Origin` header names this machine, or a host that is allowed."""
+        """Whether a `Host` or `Origin` header names this machine or an allowed host."""
         try:
             name = urlsplit(address if "//" in address else f"//{address}").hostname or ""
         except ValueError:
@@ -122,7 +122,7 @@ class Guard:
             self.metrics.seconds.labels(route).observe(time.perf_counter() - began)
 
     async def _read(self, scope: Any, receive: Any, send: Any) -> None:
-        """Read the whole body before the app sees any of it, unless it is too long or slow."""
+        """Read the whole body before the app sees any of it; refuse a body that is too long or too slow."""
         parts: list[bytes] = []
         length, more = 0, True
         try:
@@ -147,7 +147,7 @@ class Guard:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address is this machine's own, which others cannot reach."""
+    """Whether a host name or address is this machine's own, which other machines cannot reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

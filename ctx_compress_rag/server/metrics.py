@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' format; it holds nothing that clients send."""
+"""Count requests, tokens and times in Prometheus' format, without anything that clients send."""
 
 from __future__ import annotations
 

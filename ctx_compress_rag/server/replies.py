@@ -1,4 +1,4 @@
-"""Replies in OpenAI's formats."""
+"""Write replies in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
-from ctx_compress_rag.decoding.logprobs import as_openai, as_openai_completion
+from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs, openai_completion_logprobs
 from ctx_compress_rag.decoding.sampling import Generation
 from ctx_compress_rag.server.faults import as_fault
 
@@ -20,7 +20,7 @@ _WHOLE = {"chat": "chat.completion", "text": "text_completion"}
 
 
 class Reply:
-    """The reply to one request, whole or in chunks; `sources` are the passages that were retrieved for it."""
+    """The reply to one request, whole or in chunks; `sources` are the passages that were retrieved, if any were."""
 
     def __init__(self, kind: Kind, model: str, sources: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._kind: Kind = kind
@@ -29,7 +29,7 @@ class Reply:
         self._sources = {} if sources is None else {"sources": sources}
 
     def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
-        """The reply with all of the answers."""
+        """Return the body of a reply with all answers."""
         choices = [
             {
                 "index": index,
@@ -45,7 +45,7 @@ class Reply:
     async def events(
         self, first: str | Generation, rest: AsyncGenerator[str | Generation, None], count: bool
     ) -> AsyncIterator[str]:
-        """Server-sent events of an answer's pieces; at its end the log-probabilities, then its usage if `count`."""
+        """Yield an answer's pieces as server-sent events, then its log-probabilities and, if `count`, its usage."""
         async with aclosing(rest):
             try:
                 done = first
@@ -76,12 +76,12 @@ class Reply:
         return {part: {"role": "assistant", "content": text}} if self._kind == "chat" else {"text": text}
 
     def _logprobs(self, answer: Generation) -> Mapping[str, Any] | None:
-        shape = as_openai if self._kind == "chat" else as_openai_completion
+        shape = openai_chat_logprobs if self._kind == "chat" else openai_completion_logprobs
         return None if answer.logprobs is None else shape(answer.logprobs)
 
 
 def usage(answers: Sequence[Generation]) -> dict[str, int]:
-    """Tokens of prompts and answers. A slot counts as one token; `slots` is the number of slots."""
+    """Return the numbers of tokens of prompts and answers. A slot counts as one token; `slots` counts only slots."""
     prompt = sum(answer.prompt_tokens for answer in answers)
     completion = sum(answer.completion_tokens for answer in answers)
     return {

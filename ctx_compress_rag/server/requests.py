@@ -1,7 +1,7 @@
-"""Requests: OpenAI's chat completions and completions as far as a local decoder serves them, and compress.
+"""Check requests for chat completions and completions, as in OpenAI's API, and for markers of texts (compress).
 
-Null means absent, everywhere. A field that only describes the client, or asks for nothing, is passed over; any other
-that is not served is refused by name.
+Null means absent in every field. A field that only describes the client, or asks for nothing, is ignored. Any other
+field that is not served is refused by name.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ class StreamOptions(_Request):
 
 
 class Generate(_Request, SamplingOptions):
-    """What chat completions and completions have in common: besides these, the options of an answer."""
+    """The fields that chat completions and completions share, which include the options of an answer."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, limits: Limits, config: BundleConfig, extractive: bool = False) -> Sampling:
-        """How to answer, within the server's limits; `extractive` is the default for answers that are not JSON."""
+        """Return how to answer within the server's limits; `extractive` is the default, but for answers in JSON."""
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
         options = with_defaults(given, config, max_tokens=limits.answer_tokens, extractive=extractive)
@@ -132,12 +132,12 @@ class Generate(_Request, SamplingOptions):
         return Sampling(**options)
 
     def _own_options(self) -> dict[str, Any]:
-        """Options that a kind of request gives in a form of its own."""
+        """Return the options of an answer that this kind of request gives in another form."""
         return {}
 
 
 class ChatCompletion(Generate):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -156,7 +156,7 @@ class ChatCompletion(Generate):
 
 
 class Completion(Generate):
-    """`POST /v1/completions`: raw prompts, one choice each, no chat template."""
+    """The body of `POST /v1/completions`, with raw prompts, one choice for each, and no chat template."""
 
     prompt: Annotated[list[Text], Field(min_length=1, max_length=128), OneOrMore]
     # Here a number, with 0 for the tokens that were taken alone.
@@ -167,7 +167,7 @@ class Completion(Generate):
 
 
 class Compress(_Request):
-    """`POST /v1/compress`: markers for texts, with options of the postprocessors; missing ones are compressed."""
+    """The body of `POST /v1/compress`, which asks for markers of texts, with options of the postprocessors."""
 
     input: Annotated[list[Text], Field(min_length=1, max_length=2048), OneOrMore]
     model: str | None = None
@@ -177,7 +177,7 @@ class Compress(_Request):
 
 
 def malformed(errors: Sequence[Any]) -> RequestError:
-    """A refusal that names the first of pydantic's errors in a body: the field, its value, and what to send."""
+    """Return an error for the first of pydantic's errors in a body; it names the field, its value, and what to send."""
     found = errors[0]
     places = [str(place) for place in found["loc"] if place != "body"]
     if found["type"] == "json_invalid":

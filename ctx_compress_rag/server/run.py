@@ -1,4 +1,4 @@
-"""Take an address, and run the app on uvicorn until a signal stops it."""
+"""Listen on an address, and run the app on uvicorn until a signal stops it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ with needs("serve"):
     from ctx_compress_rag.server.connection import HEAD_BYTES, LimitedProtocol
 
 _KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open. A client that reuses a connection may send a request just as it closes,
-and loses the request: the shorter this time, the more often."""
+"""Seconds that an idle connection stays open. A client loses a request that it sends just as the connection closes,
+which happens more often with a shorter time."""
 
 
 def listen(host: str, port: int, guarded: bool) -> socket.socket:
-    """A socket on which clients wait until `serve` runs; port 0 takes a free one; `guarded`: they need an API key."""
+    """Return a socket that queues clients until `serve` runs; port 0 takes a free one. `guarded` clients need keys."""
     if not guarded and not is_local(host):
         raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -35,7 +35,7 @@ def listen(host: str, port: int, guarded: bool) -> socket.socket:
 def serve(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then accept no new requests, and give running ones `grace` seconds.
 
-    `listener` is from `listen`; `started` is called with the server's address.
+    `listener` is the socket that `listen` returned; `started` is called with the server's address.
     """
     host, port, *_ = listener.getsockname()
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
@@ -46,7 +46,7 @@ def serve(app: Any, listener: socket.socket, *, grace: int = 30, started: Callab
 
 
 def configuration(app: Any, grace: int = 30) -> uvicorn.Config:
-    """How the app is run; see `serve`."""
+    """Return uvicorn's settings for the app, as `serve` uses them."""
     return uvicorn.Config(
         app,
         http=LimitedProtocol,

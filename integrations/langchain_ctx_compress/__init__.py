@@ -1,4 +1,4 @@
-"""LangChain classes for soft context: a postprocessor after the retriever, and a chat model that replaces yours."""
+"""LangChain classes for soft contexts, a postprocessor after the retriever and a chat model that replaces yours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat model: a decoder that reads markers as the soft contexts they stand for."""
+"""Define the chat model, whose decoder reads markers as the soft contexts that they stand for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.logprobs import as_openai
+from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs
 from ctx_compress_rag.decoding.sampling import Generation
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks.llm import DecoderLLM
@@ -33,15 +33,15 @@ _PROVIDER = "ctx-compress"
 class ChatCompressedContext(DecoderLLM, BaseChatModel):
     """A bundle's decoder as a LangChain chat model.
 
-    Markers in the messages are read as the soft contexts they stand for; a prompt without markers is answered by
+    Markers in the messages are read as the soft contexts that they stand for. A prompt without markers is answered by
     the full-text decoder (the teacher). Concurrent calls share forward passes. Async calls run in a thread; a canceled
     call stops after the token in progress. The model calls no tools and reads no images.
 
-    `usage_metadata` counts a slot as one token; `response_metadata` has the number of `slots`.
+    `usage_metadata` counts a slot as one token. `response_metadata` has the number of `slots`, and in `logprobs` the
+    log-probabilities in OpenAI's format.
 
-    The options are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`, which also says what is raised; those of
-    sampling can be given per call: `model.bind(temperature=0.7)`, `model.invoke(x, top_k=5)`. Log-probabilities are
-    in `response_metadata["logprobs"]`, in OpenAI's shape.
+    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of sampling can also be
+    given at each call, as in `model.bind(temperature=0.7)` or `model.invoke(x, top_k=5)`.
 
     Args:
         streaming: make `invoke` stream internally, so that callbacks see every piece.
@@ -52,19 +52,19 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     streaming: bool = False
 
     def with_decoder(self, decoder: Decoder) -> Self:
-        """A copy with another decoder of the same store. LangChain's caches know options alone: it is not cached."""
+        """Return a copy with another decoder of the store, not cached, because LangChain's caches see only options."""
         other = super().with_decoder(decoder)
         other.cache = False
         return other
 
     def question_prompt(self) -> ChatPromptTemplate:
-        """The prompt that the store's bundle was trained with, for a chain's `context` and `input`."""
+        """Return the prompt that the store's bundle was trained with, for a chain's `context` and `input`."""
         asked = self._question_messages("context", "input")
         return ChatPromptTemplate([(message["role"], message["content"]) for message in asked])
 
     @property
     def model_name(self) -> str:
-        """The bundle's name."""
+        """Return the bundle's name."""
         return self.store.bundle.config.name
 
     @property
@@ -73,7 +73,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """What an answer depends on, and hence the key it is cached under; never the store's secret."""
+        """Return what an answer depends on, as a key for caches; never the store's secret."""
         return {
             "model_name": self.model_name,
             # Under one name: LangChain puts a call's `stop` over a field of that name, even if it is None.
@@ -129,15 +129,12 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             yield ChatGenerationChunk(message=last, generation_info={"finish_reason": piece.finish_reason})
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, one placeholder id per slot for each marker in it."""
+        """Return the token ids of a text, with one placeholder id for each slot of a marker."""
         with self.in_scope():
             return self.decoder.preparer.token_ids(text)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Positions that the messages take in the decoder, chat template included and slots counted.
-
-        `tools` are not counted: this model calls none.
-        """
+        """Return the positions of messages in the decoder, with template and slots. `tools` are not counted."""
         if not messages:  # asked by LangChain as it trims
             return 0
         with self.in_scope():
@@ -146,14 +143,13 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     def with_structured_output(
         self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """A chain whose answers fit `schema`: tokens that would break the JSON are never chosen.
+        """Return a chain whose answers fit `schema`; tokens that would break the JSON are never chosen.
 
-        The schema is not added to the prompt, which has to ask for its fields.
+        The schema is not added to the prompt, which has to ask for the schema's fields.
 
         Args:
             schema: a pydantic class, whose objects are returned, or a TypedDict or JSON schema, for plain JSON values.
-            include_raw: return a dict of the message (`raw`), the object (`parsed`) and the error
-                (`parsing_error`).
+            include_raw: return a dict of the message (`raw`), the object (`parsed`) and the error (`parsing_error`).
             kwargs: other models' `method` and `strict` are accepted and ignored.
 
         Raises:
@@ -173,10 +169,10 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     def configurable_fields(
         self, **fields: AnyConfigurableField
     ) -> RunnableSerializable[LanguageModelInput, AIMessage]:
-        """A model whose options a call's config may set.
+        """Return a model whose options a call's config may set.
 
         Raises:
-            ConfigError: this model has a decoder of its own: LangChain makes a new one from the options alone.
+            ConfigError: this model has its own decoder, and LangChain would make a new model from the options alone.
         """
         answering: object = self.decoder.bundle
         if answering is not self.store.bundle:
@@ -195,7 +191,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Bind other options; `tools` has to be empty, since this model calls none.
+        """Return this model with other options bound; `tools` has to be empty, because this model calls none.
 
         Raises:
             NotImplementedError: there are tools; LangChain's own error would not say what to do.
@@ -215,4 +211,4 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             "finish_reason": done.finish_reason,
             "slots": done.slots,
         }
-        return found if done.logprobs is None else found | {"logprobs": as_openai(done.logprobs)}
+        return found if done.logprobs is None else found | {"logprobs": openai_chat_logprobs(done.logprobs)}

@@ -13,14 +13,14 @@ from ctx_compress_rag.errors import ConfigError
 
 
 def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
-    """Role and text of each message, in order; refuses what a text decoder cannot read."""
+    """Return the role and text of each message, in order; raise ConfigError for what a text decoder cannot read."""
     if not messages:
         raise ConfigError("there are no messages to answer: give at least one")
     return [{"role": _role(message), "content": _text(message)} for message in messages]
 
 
 def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
-    """Parse a constrained answer, into an object of the schema if that is a pydantic class, else into plain JSON."""
+    """Return an answer's JSON as an object of `schema` or as plain values; raise OutputParserException for cut JSON."""
     text = message.text
     if message.response_metadata.get("finish_reason") == "length":
         raise OutputParserException(f"the JSON was cut at max_tokens: give a larger one; so far it is {text!r}", text)
@@ -34,7 +34,7 @@ def parsed(schema: dict[str, Any] | type, message: AIMessage) -> Any:
 
 
 def parsed_with_raw(schema: dict[str, Any] | type, message: AIMessage) -> dict[str, Any]:
-    """The message, and what `parsed` makes of it or raises."""
+    """Return the message, with what `parsed` returns or raises for it."""
     try:
         return {"raw": message, "parsed": parsed(schema, message), "parsing_error": None}
     except OutputParserException as error:

@@ -1,4 +1,4 @@
-"""The postprocessor: retrieved documents in, documents whose text is a marker out."""
+"""Define the postprocessor, which gives retrieved documents a marker as text."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from langchain_ctx_compress.sources import checked
 class CompressedContextPostprocessor(
     MarkingPostprocessor, BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]
 ):
-    """Replaces the text of retrieved documents by what a budget buys: markers of soft contexts, sentences, or both.
+    """A step that replaces retrieved documents' text by what a budget buys, which is markers, sentences, or both.
 
     Works wherever a document compressor is expected (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`),
     and as a step of an LCEL chain, which has no question and therefore gets markers alone. The given documents are not
-    changed; their copies keep ids, metadata and order, and those with no share of the budget are left out, as by a
-    reranker. A document that was compressed before is compressed anew.
+    changed. Their copies keep ids, metadata and order; those with no share of the budget are left out, as by a
+    reranker. A document that was compressed before is compressed again from its text.
 
-    Put rerankers and filters before it: after it, they read markers, all alike.
+    Put rerankers and filters before this step, because after it they read markers, which all look alike.
 
-    The options are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`, which also says what is
-    raised. The question is the `query` of `compress_documents`, which a `ContextualCompressionRetriever` passes.
-    `llm.get_num_tokens` of the documents' contents, joined by blank lines, never exceeds a `token_budget`.
+    The options and errors are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`. The question
+    is the `query` of `compress_documents`, which a `ContextualCompressionRetriever` passes. `llm.get_num_tokens` of the
+    documents' contents, joined by blank lines, never exceeds a `token_budget`.
 
     Args:
         score_key: the metadata key of a document's relevance, a number, higher for the more relevant.
@@ -42,7 +42,7 @@ class CompressedContextPostprocessor(
     def compress_documents(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
-        """The documents as a prompt should show them, for the question `query`."""
+        """Return the documents as a prompt should show them for the question `query`."""
         documents = [original(document) for document in checked(documents)]
         texts = [document.page_content for document in documents]
         scores = [document.metadata.get(self.score_key) for document in documents]
@@ -51,7 +51,7 @@ class CompressedContextPostprocessor(
         return [_shown(document, text, shown) for document, (text, shown) in each if shown or not text]
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
-        """Run `compress_documents` as a step of a chain; `ainvoke` does so in a thread."""
+        """Run `compress_documents` as a step of a chain; `ainvoke` runs it in a thread."""
         return self._call_with_config(self.compress_documents, input, config)
 
 

@@ -1,4 +1,4 @@
-"""From markers back to text: for citations, and for an LLM that knows no markers."""
+"""Turn markers back into text, for citations and for an LLM that knows no markers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
 
 def restore_sources(documents: Sequence[Document], store: SoftContextStore, scope: str | None = None) -> list[Document]:
-    """The documents that an answer is based on, as the retriever found them: texts, ids and metadata with scores.
+    """Return copies of an answer's documents, as the retriever found them, with texts, ids, and metadata with scores.
 
-    Returns copies. Restoring twice is the same as once. A document that was saved and loaded again has only what its
-    marker stands for, and its sentences.
+    Restoring twice is the same as once. A document that was saved and loaded again has only what its marker stands for,
+    and its sentences.
 
     Args:
         documents: what the postprocessor returned, such as `result["context"]` of a retrieval chain.
-        store: where the texts are.
+        store: the store of the texts.
         scope: the scope that the postprocessor was given.
 
     Raises:
@@ -38,7 +38,7 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
 
 
 def checked(documents: Sequence[Document]) -> Sequence[Document]:
-    """Return the documents; ConfigError if they are something else."""
+    """Return the documents; raise ConfigError if they are something else."""
     several = isinstance(documents, Sequence) and not isinstance(documents, str)
     wrong = [each for each in documents if not isinstance(each, Document)] if several else [documents]
     if wrong:
@@ -50,15 +50,15 @@ def checked(documents: Sequence[Document]) -> Sequence[Document]:
 
 
 def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = None) -> Prompt:
-    """A prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
+    """Return a prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
 
-    As a step of a chain: `prompt | partial(expand_prompt, store=store) | other_llm`; as what takes over when this
-    library's LLM fails: `llm.with_fallbacks([RunnableLambda(partial(expand_prompt, store=store)) | other_llm])`.
+    As a step of a chain, write `prompt | partial(expand_prompt, store=store) | other_llm`. For another LLM when this
+    library's fails, write `llm.with_fallbacks([RunnableLambda(partial(expand_prompt, store=store)) | other_llm])`.
 
     Args:
         prompt: a string, a prompt value (what a template makes) or messages; the result is of the same kind.
-        store: where the texts are.
-        scope: tenant or user; by default that of `ctx_compress_rag.store.marker.scope`, or the store's.
+        store: the store of the texts.
+        scope: tenant or user; None takes the scope of `ctx_compress_rag.store.marker.scope`, or else the store's.
 
     Raises:
         MissingPassageError: a passage was deleted from the store, or its text changed.

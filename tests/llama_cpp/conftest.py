@@ -9,7 +9,7 @@ import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.engines.gguf_weights import export_gguf
+from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
@@ -72,7 +72,7 @@ def store(bundle: Bundle) -> SoftContextStore:
 def files(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle's files in float32, which answer as transformers does."""
     made = tmp_path_factory.mktemp("f32")
-    assert export_gguf(bundle, made, "F32") == []
+    assert export_for_llama_cpp(bundle, made, "F32") == []
     return made
 
 

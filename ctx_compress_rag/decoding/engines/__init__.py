@@ -1,1 +1,1 @@
-"""What turns prompts into answers: one module for each way."""
+"""Engines, which turn prompts into answers, in one module each."""

@@ -1,4 +1,4 @@
-"""A bundle's reader and its decoder for text as GGUF files, with their LoRA merged, for llama.cpp."""
+"""Write a bundle's decoder for llama.cpp in GGUF, with LoRA merged, a file each for prompts with slots and without."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 GgufWeights = Literal["F32", "BF16", "Q8_0", "Q4_0"]
-Side = Literal["reader", "text"]
+Side = Literal["reader", "text"]  # the decoder for prompts with slots, and for those without
 
 _FTYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # llama.cpp's numbers
 _DIGEST = "general.description"  # a field that llama.cpp's own converter can write, too
@@ -39,19 +39,19 @@ _ROUNDING = 0.01  # a bfloat16 decoder's weights, compared with its file's
 
 
 def digest(bundle: Bundle, side: Side) -> str:
-    """What a file's field `general.description` must say: 64 hex digits for the weights of one side."""
+    """Return 64 hex digits that name one side's weights; its GGUF file has them in the field `general.description`."""
     return hashlib.sha256(f"{bundle.fingerprint} {side} {bundle.teacher_digest}".encode()).hexdigest()
 
 
 def sides(bundle: Bundle) -> tuple[Side, ...]:
-    """The files that a bundle needs: one if the same weights read slots and text."""
+    """Return the sides that need a file, which is "text" alone if the same weights read slots and text."""
     reader = plain_reader(bundle, "llama.cpp")
     frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
     return ("text",) if frozen else ("reader", "text")
 
 
 def gguf_weights(bundle: Bundle, weights: str) -> Path:
-    """The folder of a bundle's GGUF files: the one that `weights` names, or one in the cache, made on first use."""
+    """Return the folder that `weights` names; for a type such as BF16, one in the cache that is made on first use."""
     if weights not in get_args(GgufWeights):
         if not Path(weights).is_dir():
             raise ConfigError(f"weights={weights!r}: give one of {', '.join(get_args(GgufWeights))}, or a folder")
@@ -64,7 +64,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
         logger.info("writing %s for llama.cpp: once for this bundle", folder)
         try:
             with TemporaryDirectory(dir=folder.parent) as part:
-                export_gguf(bundle, Path(part, "new"), weights)
+                export_for_llama_cpp(bundle, Path(part, "new"), weights)
                 Path(part, "new").rename(folder)
         except OSError as error:
             if not folder.is_dir():  # else another process was faster
@@ -74,8 +74,8 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
     return folder
 
 
-def export_gguf(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str]:
-    """Write a bundle's GGUF files, or merged checkpoints, and return llama.cpp's commands that convert these."""
+def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str]:
+    """Write GGUF files; for a decoder of another format, write checkpoints and return commands that convert them."""
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []
     for side in sides(bundle):
@@ -90,7 +90,7 @@ def export_gguf(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str
 
 
 def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
-    """What one side adds to each of the decoder's weights that it changes, by transformers' names, in float32."""
+    """Return what one side adds to the decoder's weights that it changes, by transformers' names, in float32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     backbone, reader = bundle.backbone, bundle.reader
@@ -113,7 +113,7 @@ def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
 
 
 def _checkpoint(bundle: Bundle, added: Mapping[str, Tensor], digest: str, folder: Path, weights: str) -> str:
-    """Write a transformers checkpoint; returns the command that converts it."""
+    """Write a transformers checkpoint; return the command that converts it to GGUF."""
     folder.mkdir(exist_ok=True)
     write_decoder(bundle.backbone.model, bundle.tokenizer, folder)
     bundle.backbone.generation_config.save_pretrained(folder)
@@ -165,7 +165,7 @@ def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side
 
 
 def _copy_fields(reader: Any, writer: Any, vocabulary: int) -> None:
-    """Copy a file's settings, but not its tokenizer: this library tokenizes, and loads in half of the time without."""
+    """Copy a file's settings without its tokenizer, because this library tokenizes and llama.cpp then loads faster."""
     import gguf
 
     for name, field in reader.fields.items():
@@ -179,7 +179,7 @@ def _copy_fields(reader: Any, writer: Any, vocabulary: int) -> None:
 
 
 def _in_file_order(delta: Array, base: Array, stored: Array, config: Any) -> Array:
-    """The rows of `delta` in the order that the file has those of `base` in."""
+    """Return the rows of `delta` in the order in which the file has the rows of `base`."""
     if delta.ndim == 1:
         return delta
     # For rotary positions, llama.cpp pairs neighboring rows of queries and keys in some architectures, transformers the

@@ -1,4 +1,4 @@
-"""The decoder in this process, run by llama.cpp: fast on a CPU, without the transformers model."""
+"""Run the decoder in this process with llama.cpp, which is fast on a CPU and needs no transformers model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ctx_compress_rag.prompt import Prompt
 
 
 class LlamaCppEngine:
-    """Answers with a bundle's reader and decoder in GGUF files, which are written on first use."""
+    """An engine that answers with a bundle's GGUF files; the first engine for a bundle writes them."""
 
     def __init__(self, bundle: PlainDecoder, options: EngineOptions) -> None:
         load_llama_cpp()
@@ -37,13 +37,13 @@ class LlamaCppEngine:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """The name, and the weights' type."""
+        """Return the engine's name and the type of the weights."""
         return {"engine": "llama.cpp", "weights": self._weights}
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """See `protocol.Engine`."""
+        """Start to answer prompts, as `protocol.Engine.begin` says."""
         tokenizer, settings = self._bundle.tokenizer, self._bundle.backbone.generation_config
         canceled, requests = threading.Event(), []
         for index, (prompt, put) in enumerate(zip(prompts, puts, strict=True)):
@@ -61,14 +61,14 @@ class LlamaCppEngine:
         return canceled.set
 
     def close(self) -> None:
-        """Free the models; running answers end with an error."""
+        """Free the models; answers in progress end with an error."""
         self._scheduler.close()
         with self._loading:
             for context in self._contexts.values():
                 context.close()
 
     def _context(self, side: Side) -> LlamaCppContext:
-        """The model of one side, loaded on first use."""
+        """Return the model of one side, which the first call loads."""
         with self._loading:
             self._scheduler.check_open()
             if side not in self._contexts:
@@ -82,7 +82,7 @@ class LlamaCppEngine:
 
 
 class _Sequences(Group):
-    """Requests that one model answers, each in a numbered sequence of its own."""
+    """Requests that one llama.cpp model answers, each in a sequence with its own number."""
 
     def __init__(self, context: LlamaCppContext) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A GGUF file in memory, and the sequences that llama.cpp reads and continues in it. Every size is checked here.
+"""Run a GGUF file's model with llama.cpp, and check the size of every input.
 
-llama.cpp ends the process on an input of a wrong size, so nothing else in this library calls it.
+llama.cpp ends the process on an input of a wrong size, so no other module gives llama.cpp inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens"}
 
 @cache
 def load_llama_cpp() -> Any:
-    """llama-cpp-python's low-level functions."""
+    """Return llama-cpp-python's low-level functions, whose messages go to this module's log."""
     with needs("llama-cpp"):
         from llama_cpp import llama_cpp
 
@@ -47,10 +47,10 @@ def load_llama_cpp() -> Any:
 
 
 class LlamaCppContext:
-    """A GGUF file's model with room for several sequences; one thread at a time may use it. `close()` frees its memory.
+    """A GGUF file's model with memory for several sequences, until `close()`; one thread at a time may use it.
 
-    `digest` is what the file's field `general.description` must say, `dim` and `vocabulary` the shape of its
-    embeddings, `size` how many positions all sequences together may have.
+    `digest` is what the file's field `general.description` must say, `dim` and `vocabulary` are the shape of its token
+    embeddings. At most `sequences` sequences may have at most `size` positions together.
     """
 
     def __init__(self, file: Path, digest: str, dim: int, vocabulary: int, size: int, sequences: int) -> None:
@@ -92,7 +92,7 @@ class LlamaCppContext:
         self._kept: list[int] = []
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse vectors of another width, and tokens that are not of the vocabulary."""
+        """Raise ConfigError for slots of another width, and for tokens that are not in the vocabulary."""
         for piece in prompt.pieces:
             if piece.is_floating_point():
                 if piece.ndim != 2 or piece.shape[1] != self._dim:
@@ -101,9 +101,9 @@ class LlamaCppContext:
                 raise ConfigError(f"a token is not one of the decoder's {self._vocabulary}")
 
     def read(self, prompts: Sequence[tuple[int, Prompt]]) -> Tensor:
-        """Read prompts, which `check` has admitted, into sequences of these numbers, which must be empty.
+        """Read prompts that `check` has admitted, each into the empty sequence of its number.
 
-        Shape: -> (prompts, vocabulary), the scores of the token after each
+        Shape: -> (prompts, vocabulary), the scores of the token after each prompt
         """
         runs, positions, numbers, last = [], [], [], []
         for number, prompt in prompts:
@@ -124,9 +124,9 @@ class LlamaCppContext:
         return torch.cat(scores)
 
     def step(self, tokens: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Read a token into each of several sequences: their numbers, the tokens' places in them, and the tokens.
+        """Read tokens, each given as the number of its sequence, its place in that sequence, and its id.
 
-        Shape: -> (tokens, vocabulary), the scores of the tokens after them
+        Shape: -> (tokens, vocabulary), the scores of the token after each
         """
         number, place, ids = (np.asarray(each) for each in zip(*tokens, strict=True))
         return self._decode(ids, place, number, np.ones(len(ids), dtype=bool))
@@ -144,7 +144,7 @@ class LlamaCppContext:
         return str(text.value.decode(errors="replace"))
 
     def _vectors(self, piece: Tensor) -> Any:
-        """A prompt's piece as llama.cpp takes embeddings: float32 (length, dim)."""
+        """Return a piece of a prompt in llama.cpp's form of embeddings, float32 (length, dim)."""
         import gguf
 
         if piece.is_floating_point():
@@ -153,7 +153,7 @@ class LlamaCppContext:
         return rows.astype(np.float32).reshape(len(piece), self._dim) * np.float32(self._row_scale)
 
     def _reuse(self, number: int, prompt: Prompt) -> int:
-        """Copy what is kept of an earlier prompt's beginning into a sequence; returns how many positions."""
+        """Copy what is kept of an earlier prompt's beginning into a sequence; return how many positions were copied."""
         new = _beginning(prompt)[: prompt.length - 1]  # the last position is read, for its scores
         same = next((at for at, (a, b) in enumerate(zip(self._kept, new, strict=False)) if a != b), None)
         same = min(len(self._kept), len(new)) if same is None else same
@@ -169,7 +169,7 @@ class LlamaCppContext:
             self._kept = new
 
     def _decode(self, inputs: Any, places: Any, numbers: Any, wanted: Any) -> Tensor:
-        """One pass over ids (length,) or vectors (length, dim); returns the scores at the wanted positions."""
+        """Run ids (length,) or vectors (length, dim) through the model; return the scores at the wanted positions."""
         count, batch = len(inputs), self._batches[inputs.ndim - 1]
         if count > _BATCH or numbers.max() >= self._sequences or places.max() >= self.size:
             raise CtxCompressError(f"{count} positions up to {places.max()} in {self._sequences} sequences: too many")

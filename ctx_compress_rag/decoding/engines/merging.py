@@ -1,4 +1,4 @@
-"""A reader's LoRA merged into a second copy of the weights that it changes."""
+"""Merge a reader's LoRA into a second copy of the weights that the LoRA changes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _MERGING = threading.Lock()
 
 
 def check_mergeable(bundle: PlainDecoder) -> None:
+    """Raise ConfigError unless the bundle's reader has LoRA, on weights that are not quantized."""
     reader = bundle.reader if isinstance(bundle, Bundle) else None
     if type(reader) is not Reader or reader.tune.mode != "lora" or bundle.backbone.quantized:
         raise ConfigError("merge=True: only a reader with LoRA on weights that are not quantized can be merged")
 
 
 def merged_model(bundle: PlainDecoder) -> Any:
-    """The bundle's transformers model with the reader merged, made once; all other weights are shared."""
+    """Return a bundle's model with its reader's LoRA merged; the first call makes it. Other weights are shared."""
     with _MERGING:
         if bundle not in _MERGED:
             _MERGED[bundle] = _merge(bundle.backbone.model, Reader.side)

@@ -1,4 +1,4 @@
-"""What every engine does, and the options of all. None is built on another."""
+"""Define the interface of engines and their options; no engine uses another."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ctx_compress_rag.prompt import Prompt
 
 
 class EngineOptions(BaseModel):
-    """Options of the engines, which the frameworks' LLM classes have, too; each engine takes its own.
+    """Options of the engines, which the frameworks' LLM classes have, too; each engine uses only its own.
 
     Attributes:
-        batch_size: transformers: most prompts in a forward pass; llama.cpp: most answers at a time.
-        merge: transformers: keep a second copy of the weights that the reader's LoRA changes, with the LoRA merged
-            into them: faster, and the last bits of scores may differ.
-        weights: llama.cpp: "BF16", "F32", "Q8_0" or "Q4_0", or the folder of `ctx-compress export`.
-        context_size: llama.cpp: most positions that all prompts and answers have together.
-        api_key: a server's key.
+        batch_size: most prompts in a forward pass (transformers), or most answers at a time (llama.cpp).
+        merge: keep a second copy of the weights that the reader's LoRA changes, with the LoRA merged into them, which
+            is faster and may change the last bits of scores (transformers).
+        weights: "BF16", "F32", "Q8_0" or "Q4_0", or a folder that `ctx-compress export` wrote (llama.cpp).
+        context_size: most positions that all prompts and answers have together (llama.cpp).
+        api_key: a server's API key.
         timeout: most seconds to wait for a server's first token, and from one token to the next.
         max_retries: how often a request is sent again if a server cannot be reached, is busy or fails, but never after
             the first piece of an answer.
@@ -37,7 +37,7 @@ class EngineOptions(BaseModel):
 
 
 class Engine(Protocol):
-    """Turns prompts into answers, for any number of threads at a time.
+    """An object that turns prompts into answers, for any number of threads at a time.
 
     `identity` is what answers depend on besides bundle, prompt and sampling, for caches of answers.
     """
@@ -48,16 +48,16 @@ class Engine(Protocol):
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """Answer prompts in the background.
+        """Start to answer prompts, each with its function of `puts`, and return before the answers end.
 
-        Each prompt's `put` is called with each piece of its answer's text (if `stream`), then with the Generation or
-        the error that ended it: from another thread, which it must not block.
+        A prompt's function gets each piece of its answer's text (if `stream`), then the Generation or the error that
+        ended the answer. Another thread calls the function, which must not block.
 
-        Returns: a function that cancels what has not ended, after the token in progress; no `put` is called then.
+        Returns: a function that cancels all answers after the token in progress; no function of `puts` is called then.
 
         Raises:
-            ConfigError: a prompt is too long for the engine, or `sampling` asks for what it cannot do; none was begun.
+            ConfigError: a prompt is too long, or the engine cannot do what `sampling` asks for; no answer has begun.
         """
 
     def close(self) -> None:
-        """Free what the engine holds; it cannot be used afterwards."""
+        """Free what the engine holds; the engine cannot be used afterwards."""

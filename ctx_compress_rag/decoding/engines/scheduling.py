@@ -1,7 +1,7 @@
-"""Many callers' prompts on one model: which are read when, and who gets the answers.
+"""Decide which of many callers' prompts a model reads when, and give the callers their answers.
 
-A thread answers while there is something to answer, and then ends. Prompts join while others are being answered, and
-leave when they end: eight callers are answered nearly as fast as one batch of eight prompts.
+A thread answers while there are requests, and then ends. Prompts join while others are being answered, and leave when
+their answers end, so eight callers are answered nearly as fast as one batch of eight prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENDING = threading.Event()
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its answer so far."""
+    """A caller's prompt, and its answer so far."""
 
     read_by: Any  # what reads the prompt, hashable; only requests with the same one share passes
     prompt: Prompt
@@ -47,12 +47,12 @@ class Request:
 
     @property
     def last(self) -> tuple[int, int]:
-        """The position and the id of the answer's last token."""
+        """Return the position and the id of the answer's last token."""
         ids = self.answering.ids
         return self.prompt.length + len(ids) - 1, ids[-1]
 
     def deliver(self, answer: Generation | BaseException) -> None:
-        """Give the caller the answer or error. What its own code raises is logged and stops no other request."""
+        """Give the caller the answer or error. An error in the caller's code is logged and stops no other request."""
         if not self.canceled.is_set():
             try:
                 self.put(answer)
@@ -61,7 +61,7 @@ class Request:
 
 
 class Group(ABC):
-    """The requests that one model answers."""
+    """The requests that one model answers; a request in `rows` has begun its answer."""
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []  # their turn has not come
@@ -71,18 +71,18 @@ class Group(ABC):
 
     @abstractmethod
     def advance(self, turn_ends: Callable[[int], bool]) -> None:
-        """Read the new prompts, then give each row a token, or more passes until `turn_ends` of their number."""
+        """Read the new prompts, then give each row a token in a pass, or in more passes until `turn_ends(passes)`."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget what was read: the rows have failed."""
+        """Forget what the model has read, after an error."""
 
     def has_room(self, row: Request, running: Sequence[Request]) -> bool:
-        """Whether a row can be answered beside these."""
+        """Whether the request `row` can be answered beside the `running` ones."""
         return len(running) < row.most
 
     def next(self) -> Request | None:
-        """The first to arrive from the scope with the fewest running rows; None while there is no room for it."""
+        """Return the next request, of the scope with fewest running ones; None if none waits or there is no room."""
         running = [*self.rows, *self.new]
         busy = Counter(row.scope for row in running)
         row = min(self.waiting, key=lambda each: busy[each.scope], default=None)
@@ -95,7 +95,7 @@ class Group(ABC):
                 self.new.append(row)
 
     def take(self, rows: Sequence[Request], scores: Tensor) -> list[bool]:
-        """Give rows their next tokens by scores (rows, vocabulary); returns which of them go on."""
+        """Choose each row's next token by scores (rows, vocabulary); return for each row whether its answer goes on."""
         going = []
         for row, own, likeliest in zip(rows, scores, scores.argmax(-1).tolist(), strict=True):
             answer: Generation | Exception | None
@@ -115,7 +115,7 @@ class Group(ABC):
             row.deliver(answer)
 
     def fail(self, error: BaseException) -> None:
-        """Give all who are being answered an error."""
+        """Give an error to the callers of all requests that are being answered."""
         self.hand_out()
         failed, self.rows, self.new = [*self.rows, *self.new], [], []
         self.clear()
@@ -124,7 +124,7 @@ class Group(ABC):
 
 
 class Scheduler:
-    """Answers requests, from any thread, in a thread of its own; `group` makes the group that one model reads."""
+    """A queue of requests from any thread, which one other thread answers; `group` makes the Group of one model."""
 
     def __init__(self, group: Callable[[Any], Group]) -> None:
         self._changed = threading.Condition()
@@ -133,7 +133,7 @@ class Scheduler:
         self._running = self._closed = False
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Answer requests; each gets its answer through its `put`."""
+        """Add requests, whose answers go to their `put`; raise ConfigError after `close`."""
         with self._changed:
             self.check_open()
             for group in self._groups.values():  # the prompts of canceled rows would stay in memory until their turn
@@ -153,7 +153,7 @@ class Scheduler:
             raise _closed()
 
     def close(self) -> None:
-        """End what runs and waits with an error, and answer nothing more."""
+        """End running and waiting requests with an error, and accept no more."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._running)
@@ -181,7 +181,7 @@ class Scheduler:
                     group.fail(error)
 
     def _turn_ends(self, group: Group, passes: int) -> bool:
-        """Whether a group has had its turn: another waits, or a request that could be answered now."""
+        """Whether a group's turn ends, because another group waits or a new request could be answered now."""
         with self._changed:
             others = [other for other in self._groups.values() if other is not group]
             wanted = group.next() is not None or any(other.waiting and not other.rows for other in others)
@@ -194,7 +194,7 @@ def _closed() -> ConfigError:
 
 @atexit.register
 def _end() -> None:
-    """Stop answering when the program ends: a thread that Python ends inside native code aborts the process."""
+    """Stop answering when the program ends; a thread that Python ends inside native code would abort the process."""
     _ENDING.set()
     for thread in list(_WORKERS):
         thread.join(_END_SECONDS)  # a thread that waits for a decoder which the caller still holds never ends

@@ -1,7 +1,7 @@
-"""Prompts that share forward passes of a transformers model.
+"""Answer prompts in shared forward passes of a transformers model.
 
-This module can go once the continuous batching of transformers takes a prompt as embeddings (today: token ids only),
-has logits processors and a seed for each prompt, can cancel one, and runs on a CPU under adapters.
+This module can go once the continuous batching of transformers takes a prompt as embeddings (today only token ids), has
+logits processors and a seed for each prompt, can cancel a prompt, and runs on a CPU with adapters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PADDING = 1.5  # a batch's positions, padding included, are at most this many t
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What reads prompts in this process: a bundle's decoder for slots or for text; for slots, merged or not."""
+    """A bundle's model in this process, for prompts with slots if `soft` (LoRA merged if `merged`), else for text."""
 
     bundle: PlainDecoder
     soft: bool
@@ -37,7 +37,7 @@ class LocalModel:
 
     @contextmanager
     def open(self, slot_mask: Tensor) -> Iterator[Any]:
-        """Lock the transformers model for this thread, set up to read prompts: see `splice.open_model`."""
+        """Yield the transformers model, locked for this thread and ready for prompts; see `splice.open_model`."""
         if self.merged and self.soft:
             with self.bundle.backbone.lock:
                 yield merged_model(self.bundle)
@@ -47,7 +47,7 @@ class LocalModel:
 
 
 class RunningBatch(Group):
-    """Requests that one model answers with a shared cache, a token for each in every pass."""
+    """Requests that one model answers with a shared cache, a token for each request in every pass."""
 
     def __init__(self, model: LocalModel) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class RunningBatch(Group):
         super().fail(explained(error, [row.prompt for row in (*self.rows, *self.new)]))
 
     def _join(self, new: list[Request]) -> None:
-        """Read prompts, which then continue with the others; if that fails, each alone."""
+        """Read prompts, whose answers then continue with the others; if that fails, read each prompt alone."""
         failure: BaseException | None = None
         try:
             scores = self._read(new)
@@ -93,7 +93,7 @@ class RunningBatch(Group):
 
     @torch.no_grad()
     def _read(self, new: Sequence[Request]) -> Tensor:
-        """The scores (new, vocabulary) of the first tokens of the answers."""
+        """Read prompts; return the scores (new, vocabulary) of the first tokens of their answers."""
         batch = splice(self._model.bundle.backbone.embeddings, [row.prompt for row in new])
         with self._model.open(batch.slot_mask) as model:
             # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
@@ -107,7 +107,7 @@ class RunningBatch(Group):
 
     @torch.no_grad()
     def _step(self, model: Any) -> None:
-        """Run one pass: a token for each row. Ended and canceled rows leave."""
+        """Run one pass, which gives each row a token; rows that have ended or were canceled leave."""
         places, ids = torch.tensor([row.last for row in self.rows], device=self._mask.device).T.unsqueeze(-1)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
         own = {cache_name(model): self._cache}
@@ -115,7 +115,7 @@ class RunningBatch(Group):
         self._take(out.logits[:, -1], 0)
 
     def _take(self, scores: Tensor, first: int) -> None:
-        """Give the rows from `first` on a token, and keep those that go on."""
+        """Give a token to the rows from index `first` on, and keep those whose answers go on."""
         going = self.take(self.rows[first:], scores)
         if all(going):
             return
@@ -160,9 +160,9 @@ def _alike(rows: Sequence[Request]) -> Iterator[list[Request]]:
 
 
 def explained(error: BaseException, prompts: Sequence[Prompt]) -> BaseException:
-    """A DecoderMemoryError for an error in a batch of prompts if the device's memory was too small; else the error.
+    """Return a DecoderMemoryError if `error` says that memory was too small for a batch of prompts, else `error`.
 
-    Never raise it from the allocator's error, whose frames would keep their memory.
+    Never raise the DecoderMemoryError from the allocator's error, whose frames would keep their memory.
     """
     said = str(error)  # torch's CPU allocator and MPS raise a RuntimeError
     if not isinstance(error, MemoryError) and not (

@@ -1,4 +1,4 @@
-"""The decoder in this process, run by transformers."""
+"""Run the decoder in this process with transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAKING = threading.Lock()
 
 
 class TransformersEngine:
-    """Answers with a bundle's own model; all engines of one model share its forward passes."""
+    """An engine that answers with a bundle's own model; all engines of one model share its forward passes."""
 
     def __init__(self, bundle: PlainDecoder, options: EngineOptions) -> None:
         self._bundle = bundle
@@ -51,7 +51,7 @@ class TransformersEngine:
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """See `protocol.Engine`; in a thread that holds the model, it ends before this returns."""
+        """Start to answer as `protocol.Engine.begin` says; in a thread that holds the model's lock, answer at once."""
         backbone, canceled = self._bundle.backbone, threading.Event()
         tokenizer, settings = self._bundle.tokenizer, backbone.generation_config
         window, device = backbone.window, backbone.device
@@ -71,7 +71,7 @@ class TransformersEngine:
         return canceled.set
 
     def close(self) -> None:
-        """Nothing is held besides the bundle."""
+        """Do nothing, because the engine holds nothing besides the bundle."""
 
 
 def _answer_alone(requests: Sequence[Request]) -> None:
@@ -88,7 +88,7 @@ def _answer_alone(requests: Sequence[Request]) -> None:
 
 @torch.no_grad()
 def _generate(request: Request) -> Generation | None:
-    """The answer to a prompt; None if it was canceled."""
+    """Return the answer to a prompt; None if the request was canceled."""
     answer: Generation | None = None
 
     def choose(input_ids: Tensor, scores: Tensor) -> Tensor:

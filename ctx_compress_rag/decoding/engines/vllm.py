@@ -1,4 +1,4 @@
-"""The decoder in a vLLM server: vectors are sent, text comes back."""
+"""Run the decoder in a vLLM server, which gets vectors and returns text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import dtype_name, served
-from ctx_compress_rag.decoding.logprobs import TokenLogprob, from_openai
+from ctx_compress_rag.decoding.logprobs import TokenLogprob, logprobs_from_openai
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.settings import own_settings
 from ctx_compress_rag.decoding.splice import splice
@@ -32,10 +32,10 @@ _BUSY = (429, 502, 503, 504)
 
 
 class VllmEngine:
-    """Has a vLLM server answer, started with the command that `export` prints.
+    """An engine that has a vLLM server answer, which was started with the command of `ctx-compress export`.
 
-    Prompts with slots are sent as `prompt_embeds`, others as token ids, if their values are finite and their length
-    fits the server's window. Requests share connections. The bundle must be in the server's dtype.
+    Prompts with slots are sent as `prompt_embeds`, others as token ids. A prompt that does not fit the server's window,
+    or whose vectors are not finite, is refused. Requests share connections. The bundle must be in the server's dtype.
     """
 
     def __init__(self, bundle: PlainDecoder, server: str, options: EngineOptions) -> None:
@@ -63,13 +63,13 @@ class VllmEngine:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """The address: how the server computes is not known."""
+        """Return the server's address and the dtype; nothing else is known of how the server computes."""
         return {"engine": self.server, "dtype": dtype_name(self._bundle.backbone.dtype)}
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """See `protocol.Engine`."""
+        """Start to answer prompts, as `protocol.Engine.begin` says."""
         if sampling.extractive:
             raise ConfigError(f"extractive answers need the decoder in this process, not {self.server}: {_HERE}")
         asked = [(self._body(prompt, sampling), prompt, put) for prompt, put in zip(prompts, puts, strict=True)]
@@ -116,7 +116,7 @@ class VllmEngine:
         }
 
     def _repetition_penalty(self, sampling: Sampling) -> float:
-        """The only one of a decoder's own settings that a server applies; as vLLM does, to a prompt's tokens too."""
+        """Return the decoder's repetition penalty, which vLLM applies; raise ConfigError if it has other settings."""
         own = own_settings(self._bundle.backbone.generation_config) if sampling.decoder_settings else {}
         penalty = float(own.pop("repetition_penalty", 1.0))
         if own:
@@ -127,7 +127,7 @@ class VllmEngine:
         return penalty
 
     def _embeds(self, prompt: Prompt) -> str:
-        """The prompt's vectors, checked: vLLM does not check them, and a NaN spoils the answers of others."""
+        """Return the prompt's vectors in base64; raise ServerError for NaN, with which vLLM spoils others' answers."""
         backbone = self._bundle.backbone
         with torch.no_grad():
             [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds
@@ -151,7 +151,7 @@ class VllmEngine:
             put(self._as_server_error(error))
 
     async def _fit(self, body: dict[str, Any], prompt: Prompt) -> None:
-        """Check the request against the server's list of models."""
+        """Raise an error if the server lacks the request's model or window; shorten the answer to the window."""
         if self._windows is None:
             found = await self._client.models.list()
             self._windows = {model.id: getattr(model, "max_model_len", None) for model in found.data}
@@ -181,7 +181,7 @@ class VllmEngine:
                     if choice.text:
                         text += choice.text
                         yield choice.text
-                    noted += from_openai(choice.logprobs, sampling.top_logprobs)
+                    noted += logprobs_from_openai(choice.logprobs, sampling.top_logprobs)
                     reason = choice.finish_reason or reason
                 tokens = chunk.usage.completion_tokens if chunk.usage else tokens
         if reason not in ("stop", "length") or tokens is None:
@@ -194,7 +194,7 @@ class VllmEngine:
         yield Generation(text, prompt.length, prompt.slots, tokens, reason, logprobs)
 
     def _as_server_error(self, error: Exception) -> Exception:
-        """The client's error as a ServerError; others as they are."""
+        """Return an error of the HTTP client as a ServerError, and other errors as they are."""
         status = getattr(error, "status_code", None)
         if isinstance(error, CtxCompressError):
             return error
@@ -215,7 +215,7 @@ class VllmEngine:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop, in a thread of its own, that all requests of this process run in."""
+    """Return the event loop, in its own thread, that runs all requests of this process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="ctx-compress-http", daemon=True).start()
     return loop

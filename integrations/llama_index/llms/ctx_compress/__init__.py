@@ -1,4 +1,4 @@
-"""LlamaIndex LLM that reads compressed context with a local decoder."""
+"""LlamaIndex LLM that reads soft contexts with a local decoder."""
 
 from ctx_compress_rag.extras import needs
 

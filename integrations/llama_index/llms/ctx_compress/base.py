@@ -1,4 +1,4 @@
-"""The LLM."""
+"""Define the LLM class."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ _Options = dict[str, Any] | None
 class CompressedContextLLM(DecoderLLM, LLM):
     """The decoder of a store's bundle, which reads prompts in which markers stand for stored passages.
 
-    If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message
-    unless it is `formatted`. If not, `messages_to_prompt` and `completion_to_prompt` make plain prompts. Prompts
-    without markers are answered by the bundle's full-text decoder. The async methods let the event loop run. A canceled
-    task, or a stream that is closed early, stops the decoder after the token in progress.
+    If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message unless
+    it is `formatted`. If not, `messages_to_prompt` and `completion_to_prompt` make plain prompts. Prompts without
+    markers are answered by the bundle's full-text decoder. The async methods let the event loop run. If a task is
+    canceled or a stream is closed early, the decoder stops after the token in progress.
 
-    The options are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`, which also says what is raised; those of
-    sampling can be given per call: `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
-    `response.logprobs[i]` has the log-probability of token `i` first, then those of the likeliest others.
+    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of sampling can also be
+    given at each call, as in `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
+    `response.logprobs[i]` has the log-probability of token `i` first, then those of the likeliest others at its place.
 
     Raises:
-        ConfigError: besides, a message holds something other than text, or `max_tokens` cut a JSON answer.
+        ConfigError: also, a message holds something other than text, or `max_tokens` cut a JSON answer.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -70,7 +70,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         _ = self.decoder
 
     def question_prompt(self) -> ChatPromptTemplate:
-        """The prompt that the store's bundle was trained with, as `text_qa_template` of a query engine."""
+        """Return the prompt that the store's bundle was trained with, as `text_qa_template` of a query engine."""
         asked = self._question_messages("context_str", "query_str")
         return ChatPromptTemplate([ChatMessage(role=each["role"], content=each["content"]) for each in asked])
 
@@ -80,7 +80,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Sizes and name of the decoder."""
+        """Return sizes and name of the decoder."""
         bundle = self._bundle
         return LLMMetadata(
             context_window=bundle.backbone.window or DEFAULT_CONTEXT_WINDOW,
@@ -91,48 +91,48 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt."""
+        """Return the answer to a prompt."""
         return _completion(self._generate(self._from_text(prompt, formatted), kwargs))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation."""
+        """Return the answer to a conversation."""
         return _chat(_completion(self._generate(self._from_messages(messages), kwargs)))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt in an event loop."""
+        """Return the answer to a prompt without blocking the event loop."""
         return await self._agenerate(self._from_text(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Answer a conversation in an event loop."""
+        """Return the answer to a conversation without blocking the event loop."""
         return _chat(await self._agenerate(self._from_messages(messages), kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Answer a prompt piece by piece; the last response has an empty delta and the token counts."""
+        """Yield the answer to a prompt in pieces; the last response has an empty delta and the token counts."""
         return self._stream(self._from_text(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation piece by piece; the last response has an empty delta and the token counts."""
+        """Yield the answer to a conversation in pieces; the last response has an empty delta and the token counts."""
         return (_chat(each) for each in self._stream(self._from_messages(messages), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """`stream_complete` in an event loop."""
+        """Return an asynchronous generator of what `stream_complete` yields."""
         return await self._astream(self._from_text(prompt, formatted), kwargs, lambda response: response)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """`stream_chat` in an event loop."""
+        """Return an asynchronous generator of what `stream_chat` yields."""
         return await self._astream(self._from_messages(messages), kwargs, _chat)
 
     def structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Model:
-        """An object of `output_cls`: tokens that would break its JSON are never chosen.
+        """Return an object of `output_cls`; tokens that would break its JSON are never chosen.
 
         Raises:
             MissingExtraError: the `serve` extra is not installed.
@@ -144,38 +144,38 @@ class CompressedContextLLM(DecoderLLM, LLM):
     async def astructured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Model:
-        """`structured_predict` in an event loop."""
+        """Return what `structured_predict` returns without blocking the event loop."""
         held = self._held_to(output_cls.model_json_schema())
         return cast(Model, await LLM.astructured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args))
 
     def stream_structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> Generator[Any, None, None]:
-        """`structured_predict` piece by piece: the object so far, with None for missing fields; the last is whole."""
+        """Yield the object of `structured_predict` as it grows, with None for missing fields; the last is whole."""
         held = self._held_to(output_cls.model_json_schema())
         return LLM.stream_structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args)
 
     async def astream_structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: _Options = None, **prompt_args: Any
     ) -> AsyncGenerator[Any, None]:
-        """`stream_structured_predict` in an event loop."""
+        """Return an asynchronous generator of what `stream_structured_predict` yields."""
         held = self._held_to(output_cls.model_json_schema())
         return await LLM.astream_structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args)
 
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """Answer a filled template; if its parser reads JSON (selectors, sub-questions), with JSON of that form.
+        """Return the answer to a filled template, in JSON if its parser reads JSON (selectors, sub-questions).
 
         Raises:
-            MissingExtraError: its parser reads JSON, and the `serve` extra is not installed.
+            MissingExtraError: the parser reads JSON, and the `serve` extra is not installed.
         """
         return LLM.predict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """`predict` in an event loop."""
+        """Return what `predict` returns without blocking the event loop."""
         return await LLM.apredict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
     def _held_to(self, schema: dict[str, Any] | None) -> Self:
-        """This LLM, with every answer held to a JSON schema, if there is one."""
+        """Return this LLM with every answer held to a JSON schema; None holds answers to nothing."""
         if schema is None:
             return self
         other = self.model_copy()
@@ -235,7 +235,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
 
 def _whole(answer: Generation, sampling: Sampling) -> Generation:
-    """The answer; refused if its JSON was cut, since the engines that parse it do not say so."""
+    """Return the answer; raise ConfigError if its JSON was cut, because the engines that parse it do not say so."""
     if sampling.json_schema is not None and answer.finish_reason == "length":
         raise ConfigError(
             f"max_tokens={sampling.max_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
@@ -262,7 +262,7 @@ async def _aresponses(
 
 
 def _response(text: str, piece: str | Generation, sampling: Sampling) -> CompletionResponse:
-    """The response so far: after the `text` of the one before, another piece."""
+    """Return the response so far, which adds a piece to the `text` of the last response."""
     if isinstance(piece, Generation):
         return _completion(_whole(piece, sampling), delta="")
     return CompletionResponse(text=text + piece, delta=piece)
@@ -280,7 +280,7 @@ def _completion(generation: Generation, delta: str | None = None) -> CompletionR
 
 
 def _logprobs(token: TokenLogprob) -> list[LogProb]:
-    """The token that was taken, then the likeliest others."""
+    """Return the token that was taken, then the likeliest others."""
     others = [each for each in token.top if each != (token.token, token.logprob)]
     return [
         LogProb(token=text, logprob=value, bytes=list(text.encode("utf-8", "replace")))

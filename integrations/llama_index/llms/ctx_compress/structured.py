@@ -1,4 +1,4 @@
-"""The JSON schemas of answers that LlamaIndex parses."""
+"""Find the JSON schemas of answers that LlamaIndex parses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SENTENCE = {"type": "string", "minLength": 1, "maxLength": 120}
 
 
 def schema_of(prompt: BasePromptTemplate, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The JSON schema of the answer that a prompt's parser reads; None if it reads text.
+    """Return the JSON schema of the answer that a prompt's parser reads; None if the parser reads text.
 
     Choices and tools come from the template's arguments (`given`), so that an answer cannot name others.
     """

@@ -19,11 +19,11 @@ _RESERVED = 500  # tokens that LlamaIndex keeps free for an answer that it refin
 
 
 def chat_memory(llm: CompressedContextLLM, token_limit: int | None = None, **options: Any) -> Memory:
-    """A memory for LlamaIndex's chat engines, which counts a marker as its slots.
+    """Return a memory for LlamaIndex's chat engines, which counts a marker as its slots.
 
-    A chat engine fails with "Chunk size ... is not positive" if its history leaves no room for passages. By default
-    it allows a history as long as the window, less 256 tokens, and reserves 500 tokens besides `max_tokens`; here, a
-    history may take half of what is not reserved. `options` are other options of `Memory.from_defaults`.
+    A chat engine fails with "Chunk size ... is not positive" if its history leaves no room for passages. By default,
+    LlamaIndex allows a history of the window less 256 tokens, and reserves 500 tokens besides `max_tokens`. Here, a
+    history may take half of what is not reserved, or `token_limit`. `options` go to `Memory.from_defaults`.
 
     Raises:
         ConfigError: nothing of the window is left.
@@ -40,16 +40,16 @@ def chat_memory(llm: CompressedContextLLM, token_limit: int | None = None, **opt
 
 
 def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Callable[[str], list[int]]:
-    """The decoder's tokenizer with one id for each slot of a marker, for `Settings.tokenizer`.
+    """Return the decoder's tokenizer with one id for each slot of a marker, for `Settings.tokenizer`.
 
-    Without it, LlamaIndex counts a marker's letters, with another model's tokenizer, when it packs a prompt. Keep
-    a passage's slots below the chunk size that is left for context (and that of a `CitationQueryEngine`):
-    LlamaIndex cuts longer passages, and half a marker is only text.
+    With another tokenizer, LlamaIndex counts a marker's letters when it packs a prompt. Keep a passage's slots below
+    the chunk size that is left for context (and that of a `CitationQueryEngine`), because LlamaIndex cuts longer
+    passages, and half a marker is only text.
 
     Args:
-        store: where the soft contexts are.
-        scope: tenant or user whose markers count as slots; by default that of
-            `ctx_compress_rag.store.marker.scope`, or the store's.
+        store: the store of the soft contexts.
+        scope: tenant or user whose markers count as slots; None takes the scope of
+            `ctx_compress_rag.store.marker.scope`, or else the store's.
     """
     preparer = Preparer(cast(Bundle, store.bundle), store)
 

@@ -1,4 +1,4 @@
-"""LlamaIndex postprocessor that replaces retrieved text by compressed context."""
+"""LlamaIndex postprocessor that replaces retrieved text by soft contexts."""
 
 from ctx_compress_rag.extras import needs
 

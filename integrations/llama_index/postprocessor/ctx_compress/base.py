@@ -1,4 +1,4 @@
-"""The postprocessor."""
+"""Define the postprocessor class."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from llama_index.postprocessor.ctx_compress.sources import restored
 
 
 class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
-    """Replaces retrieved texts by what a budget buys, markers of soft contexts, sentences, or both, for the LLM.
+    """A step that replaces retrieved texts, for the LLM, by what a budget buys, which is markers, sentences, or both.
 
-    Goes after the retriever, last among the postprocessors. The given nodes are never changed; the new ones keep ids,
-    scores, metadata, relationships and order, and by default show only the LLM what was bought (see
+    Goes after the retriever, last among the postprocessors. The given nodes are never changed. The new nodes keep ids,
+    scores, metadata, relationships and order, and by default show their markers and sentences only to the LLM (see
     `CompressedTextNode`). Nodes with no share of the budget are left out, as by a reranker. Nodes with images, sound or
     video are returned unchanged. Works in threads and in an event loop.
 
-    The options are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`, which also says what is
-    raised. A `token_budget` counts as `marker_tokenizer` does.
+    The options and errors are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`. A
+    `token_budget` counts as `marker_tokenizer` does.
 
     Args:
         replace_text: make the marker the node's text, for readers that do not ask for `MetadataMode.LLM`, such as a
@@ -35,7 +35,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        """The nodes with markers. The async form of the base class runs this in a thread."""
+        """Return the nodes with markers. The async form of the base class runs this in a thread."""
         done = restored(nodes)
         texts = {place: own_text(scored.node) for place, scored in enumerate(done) if is_text(scored.node)}
         left_out: set[int] = set()

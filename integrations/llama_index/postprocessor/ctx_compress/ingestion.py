@@ -16,24 +16,24 @@ from llama_index.postprocessor.ctx_compress.nodes import is_text, own_text
 
 
 class CompressSoftContext(TransformComponent):
-    """Compresses nodes into a soft-context store as they are ingested, so that no question has to wait for it.
+    """A step of ingestion that compresses nodes into a store, so that no question has to wait for compression.
 
-    A step of an `IngestionPipeline` or of an index's `transformations`, after those that change texts or ids
-    (splitters, extractors that rewrite); before or after the embedding. Nodes pass through unchanged. Texts that
-    the store already has are not compressed again; nodes with images, sound or video, and blank ones, are skipped,
-    as by `CompressedContextPostprocessor`. If you delete nodes from the index, call `SoftContextStore.delete`, too:
-    a pipeline does not tell its steps.
+    Put it into an `IngestionPipeline` or an index's `transformations`, after the steps that change texts or ids
+    (splitters, extractors that rewrite), before or after the embedding. Nodes pass through unchanged. Texts that the
+    store already has are not compressed again. Nodes with images, sound or video, and blank nodes, are skipped, as by
+    `CompressedContextPostprocessor`. If you delete nodes from the index, call `SoftContextStore.delete`, too, because a
+    pipeline does not tell its steps.
 
-    A pipeline's cache never skips this step, since a cached result would leave a new or emptied store without
-    slots. A cache on disk grows with each run; `disable_cache=True` prevents that.
+    A pipeline's cache never skips this step, because a cached result would leave a new or emptied store without slots.
+    A cache on disk grows with each run; `disable_cache=True` prevents that.
 
     Args:
-        store: where the soft contexts go.
+        store: the store that gets the soft contexts.
         show_progress: show a progress bar.
 
     Raises:
-        ConfigError: in a call, an id is given with two texts; or the pipeline has `num_workers`, whose
-            processes cannot share the store's model and database.
+        ConfigError: in a call, an id is given with two texts; or the pipeline has `num_workers`, whose processes cannot
+            share the store's model and database.
         PayloadError, StoreLockedError: in a call, as `SoftContextStore.add`.
     """
 
@@ -51,13 +51,13 @@ class CompressSoftContext(TransformComponent):
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Call this object in a thread: the event loop keeps running."""
+        """Call this object in a thread, so that the event loop runs on."""
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The fields and a random value: LlamaIndex's cache, which compares them, never skips the step."""
+        """Return the fields and a random value, because of which LlamaIndex's cache never skips this step."""
         return {**super().to_dict(**kwargs), "run": secrets.token_hex(8)}
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be sent to another process; LlamaIndex would send it without its store."""
+        """Raise ConfigError, because LlamaIndex would send this step to another process without its store."""
         raise ConfigError("CompressSoftContext works only in its own process: run the pipeline without num_workers")

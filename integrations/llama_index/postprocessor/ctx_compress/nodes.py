@@ -1,4 +1,4 @@
-"""Nodes that show their marker to the LLM and their text to everything else."""
+"""Define nodes that show their marker to the LLM and their text to everything else."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class CompressedTextNode(TextNode):
     """A text node that reads as its marker in `MetadataMode.LLM` and as its own text in every other mode.
 
-    `source_nodes`, rerankers, evaluators and citations therefore see the text. Metadata that LlamaIndex puts
-    before a node's text for the LLM also precede the marker. If the text was changed after compression, the
-    marker no longer stands for it, and the text is sent.
+    `source_nodes`, rerankers, evaluators and citations therefore see the text. Metadata that LlamaIndex puts before a
+    node's text for the LLM also precede the marker. If the text was changed after compression, the LLM gets the text,
+    because the marker no longer stands for it.
 
-    Saved, as JSON or in a docstore, it becomes a plain text node again: a marker is of use for one question only.
+    A saved node (JSON, docstore) is loaded as a plain text node, because a marker is of use for one question only.
 
     Attributes:
-        marker: what stands for the text in the prompt: a marker, or kept text with markers (close reading).
-        original: the node that it was made from, unchanged.
+        marker: what stands for the text in the prompt, which is a marker, or (with RAM) kept text with markers.
+        original: the node that this node was made from, unchanged.
     """
 
     marker: str = Field(exclude=True)
@@ -32,27 +32,27 @@ class CompressedTextNode(TextNode):
 
     @classmethod
     def of(cls, node: BaseNode, marker: str) -> CompressedTextNode:
-        """A node with this marker and everything else from `node`."""
+        """Return a node with this marker and everything else from `node`."""
         shared = {name: getattr(node, name) for name in TextNode.model_fields if hasattr(node, name)}
         return cls(**{**shared, "text": own_text(node), "marker": marker, "original": node})
 
     @classmethod
     def class_name(cls) -> str:
-        """The plain node's name: what a saved node is loaded as."""
+        """Return the plain node's name, as which a saved node is loaded."""
         return TextNode.class_name()
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> TextNode:  # type: ignore[override]
-        """The plain node. A workflow's context loads a saved node by its type, not by the class's name."""
+        """Return the plain node. A workflow's context loads a saved node by its type, not by the class's name."""
         return TextNode.from_dict(data, **kwargs)
 
     def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
-        """The text with the metadata of `metadata_mode`; for the LLM, the marker in place of the text."""
+        """Return the text with the metadata of `metadata_mode`; for the LLM, the marker in place of the text."""
         shown = self._for_llm() if metadata_mode == MetadataMode.LLM else None
         return super().get_content(metadata_mode) if shown is None else shown.get_content(metadata_mode)
 
     def get_content_blocks(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> list[BaseContentBlock]:
-        """As `get_content`, in blocks."""
+        """Return what `get_content` returns, in blocks."""
         shown = self._for_llm() if metadata_mode == MetadataMode.LLM else None
         return super().get_content_blocks(metadata_mode) if shown is None else shown.get_content_blocks(metadata_mode)
 
@@ -67,19 +67,19 @@ class CompressedTextNode(TextNode):
 
 
 def own_text(node: BaseNode) -> str:
-    """A node's text without metadata."""
+    """Return a node's text without metadata."""
     return node.get_content(metadata_mode=MetadataMode.NONE)
 
 
 def with_text(node: BaseNode, text: str) -> BaseNode:
-    """A copy of the node with another text."""
+    """Return a copy of the node with another text."""
     copied = node.model_copy(update={"metadata": dict(node.metadata)})
     copied.set_content(text)
     return copied
 
 
 def is_text(node: BaseNode) -> bool:
-    """Whether a node is text and nothing else: a marker cannot stand for an image, sound or video."""
+    """Whether a node is only text, because a marker cannot stand for an image, sound or video."""
     if isinstance(node, Node):
         return not (node.image_resource or node.audio_resource or node.video_resource)
     return isinstance(node, TextNode) and not isinstance(node, ImageNode)

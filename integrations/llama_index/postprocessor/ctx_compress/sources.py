@@ -1,4 +1,4 @@
-"""From markers back to text, for citations."""
+"""Turn markers back into text, for citations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own
 
 
 class HasSources(Protocol):
-    """Any response of a query or chat engine."""
+    """A response of a query or chat engine."""
 
     source_nodes: list[NodeWithScore]
 
@@ -22,13 +22,13 @@ class HasSources(Protocol):
 def restore_sources(
     source: HasSources | Sequence[NodeWithScore], store: SoftContextStore | None = None, scope: str | None = None
 ) -> list[NodeWithScore]:
-    """The nodes that a response is based on, as the retriever found them: text, metadata, ids and scores.
+    """Return the nodes that a response is based on, as the retriever found them, with text, metadata, ids and scores.
 
     Nodes without a marker are returned unchanged, so restoring twice is the same as once.
 
     Args:
         source: a response of a query or chat engine, or nodes.
-        store: where the texts are; needed only for nodes whose text was replaced (`replace_text=True`).
+        store: the store of the texts; needed only for nodes whose text was replaced (`replace_text=True`).
         scope: the scope that the postprocessor was given.
 
     Raises:
@@ -44,7 +44,7 @@ def restore_sources(
 
 
 def restored(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
-    """The nodes, with the originals of those that show a marker only to the LLM."""
+    """Return the nodes, with the original of each CompressedTextNode; raise ConfigError for what is no scored node."""
     wrong = [node for node in nodes if not isinstance(node, NodeWithScore)]
     if wrong:
         raise ConfigError(
