@@ -74,7 +74,7 @@ class MissingExtraError(CtxCompressError, ImportError):
 
 
 class RatioError(ConfigError):
-    """Raised if the compressor cannot make the requested ratio, or it cannot be made from the stored slots."""
+    """Raised if the requested ratio cannot be made by the compressor, or from the stored slots."""
 
 
 class DataError(CtxCompressError, ValueError):

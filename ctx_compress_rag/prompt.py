@@ -20,7 +20,7 @@ Piece = Tensor
 
 
 class QuotedToken(NamedTuple):
-    """A token of a quotable text. A quotation that has it may end `to_end` tokens later, not before (0: with it)."""
+    """A token of a quotable text. A quotation with this token may end `to_end` tokens after it at the earliest."""
 
     id: int
     to_end: int

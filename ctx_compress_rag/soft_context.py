@@ -40,7 +40,7 @@ class SoftContext:
         return int(self.token_counts.sum())
 
     def merge(self, factor: int) -> SoftContext:
-        """Return a soft context with one slot for each `factor` neighboring ones, their mean weighted by token counts.
+        """Return a soft context with each `factor` neighboring slots merged into their mean, weighted by token counts.
 
         For mean pooling this equals pooling the hidden states at `factor` times the ratio (Simple
         Context Compression, eq. 3-4), because a mean of disjoint blocks is the weighted mean of their means.
@@ -56,10 +56,10 @@ class SoftContext:
 
 
 def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean and the weight of each of consecutive windows (Simple Context Compression, eq. 3-4).
+    """Return the weighted mean and the weight of each window of vectors (Simple Context Compression, eq. 3-4).
 
-    Positions of weight 0 (padding) do not count. A window of only padding gives a zero vector of
-    weight 0. Sums are at least float32, because in float16 sums over 128 tokens overflow.
+    Windows do not overlap. Positions of weight 0 (padding) do not count. A window of only padding gives a zero
+    vector of weight 0. Sums are at least float32, because in float16 sums over 128 tokens overflow.
 
     Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
     """
@@ -76,7 +76,10 @@ def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]
 
 
 def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
-    """Return how many slots stored at the ratio `base` become one at `ratio`. Raise RatioError if none can."""
+    """Return how many slots stored at the ratio `base` are merged into one at `ratio`.
+
+    Raises RatioError if `ratio` is not a multiple of `base`, or if slots had to be merged and are not `nestable`.
+    """
     if ratio < base or ratio % base:
         raise RatioError(f"ratio {ratio} cannot be made from slots stored at {base}: choose a multiple of {base}")
     if ratio != base and not nestable:

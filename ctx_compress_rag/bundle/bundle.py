@@ -113,8 +113,8 @@ class Bundle(PlainDecoder):
             dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. The fingerprint
                 does not depend on the dtype.
             device_map: the device of each part of the decoder, in the form of transformers; replaces `device`.
-            quantization_config: quantizes the decoder's weights during loading: any of transformers' configs
-                (`BitsAndBytesConfig`, `TorchAoConfig`, ...). Such a decoder cannot be saved or exported.
+            quantization_config: any config of transformers (`BitsAndBytesConfig`, `TorchAoConfig`, ...), to quantize
+                the decoder's weights during loading. Such a decoder cannot be saved or exported.
 
         Raises:
             BundleError: the bundle is missing or damaged; the message names the file.
@@ -174,14 +174,8 @@ class Bundle(PlainDecoder):
     def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
         """Make an untrained bundle for `backbone`, from which training starts.
 
-        Args:
-            config: the bundle's settings.
-            backbone: the decoder.
-            teacher: the folder of a peft adapter that makes the decoder the full-text teacher; None if the
-                decoder itself is the teacher.
-
-        Raises:
-            BundleError: `teacher` is not the folder of a peft adapter, or the adapter does not fit the decoder.
+        `teacher` is the folder of a peft adapter that makes the decoder the full-text teacher; None if the decoder
+        itself is the teacher. Raises BundleError if there is no adapter, or the adapter does not fit the decoder.
         """
         if isinstance(config.decoder, GgufDecoder):
             config = config.model_copy(update={"decoder": pinned(config.decoder, config.revision)})
@@ -193,7 +187,7 @@ class Bundle(PlainDecoder):
         return cls(config, backbone, compressor, reader)
 
     def positions(self, slots: int) -> int:
-        """Return how many positions of a prompt so many slots of a passage take, with the vectors of the reader."""
+        """Return how many positions of a prompt so many slots of a passage take, with the reader's own vectors."""
         return self.reader.positions(slots)
 
     @property
@@ -231,8 +225,8 @@ class Bundle(PlainDecoder):
 
         Args:
             folder: where to write; an existing bundle is overwritten.
-            int8: write all matrices (of the decoder, its copies and the adapters) in 8 bits, at half the size. Only
-                this library reads such files; for peft or vLLM, load the bundle and save it without `int8`.
+            int8: whether to write all matrices (of decoder, copies and adapters) in 8 bits, at half the size. Only this
+                library reads such files; for others, such as peft or vLLM, load the bundle and save it without `int8`.
 
         Raises:
             ConfigError: `folder` is a file, has a README.md or config.json that is not a bundle's, or has a folder
@@ -250,8 +244,8 @@ class Bundle(PlainDecoder):
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the bundle to the Hugging Face hub and return the commit's URL.
 
-        Raises:
-            ConfigError: `private` is False, and the licenses of this imported bundle do not let anyone publish it.
+        A new repository becomes private with `private`. If `token` is None, the stored login of the hub is used.
+        Raises ConfigError if `private` is False and the licenses of an imported bundle do not let anyone publish it.
         """
         import tempfile
 
@@ -295,11 +289,8 @@ class Bundle(PlainDecoder):
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         """Compress passages, and return their soft contexts in order.
 
-        A passage longer than the encoder's window (`config.max_tokens`) is compressed window by window.
-
-        Args:
-            texts: the passages.
-            ratio: source tokens per slot; None means the base ratio, from which coarser ones can be merged.
+        `ratio` is the number of source tokens per slot; None takes the base ratio. A passage longer than the
+        encoder's window (`config.max_tokens`, in tokens) is compressed window by window.
 
         Raises:
             ConfigError: a passage is blank, or has no tokens.
@@ -322,10 +313,7 @@ class Bundle(PlainDecoder):
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
-        """Return a soft context as input embeddings, on the decoder's device and in the decoder's precision.
-
-        Shape: (S, D) -> (`reader.positions(S)`, decoder dim)
-        """
+        """Return a soft context as input embeddings (`positions(slots)`, dim) in the decoder's dtype, on its device."""
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded.to(self.backbone.dtype)
@@ -333,8 +321,7 @@ class Bundle(PlainDecoder):
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
         """Return a context manager that locks the decoder for this thread, set up to read soft contexts.
 
-        Args:
-            slot_mask: bool (batch, length), True at the slots of the prompts that the decoder will read.
+        `slot_mask` is bool (batch, length), True at the slots of the prompts that the decoder will read.
         """
         return self.reader.decoder(slot_mask)
 

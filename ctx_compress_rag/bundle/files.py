@@ -38,7 +38,7 @@ _LARGEST_TOKENIZER = 2**28
 
 
 def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
-    """Return the folder of a local or shipped bundle, or of one that is now downloaded from the hub.
+    """Return the folder of a bundle that is local, shipped, or downloaded here from the hub.
 
     Raises BundleError if there is no such bundle, ConfigError if the name is blank or a folder is given a revision.
     """
@@ -73,7 +73,7 @@ def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
 
 
 def _is_bundle(config: bytes) -> bool:
-    """Whether a config.json may be a damaged or intact bundle's, not that of another kind of checkpoint."""
+    """Whether a config.json is a bundle's or too damaged to tell, and not that of another kind of checkpoint."""
     try:
         found = json.loads(config)
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ Pack = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
-    """Write a bundle's config and weights for `Bundle.save_pretrained`, which names the arguments and errors."""
+    """Write a bundle's config and weights for `Bundle.save_pretrained`, which describes the arguments and errors."""
     check_free(folder)
     _ = bundle.backbone.model  # it may come from this folder, so it is loaded before anything is written
     old_teacher = TEACHER not in bundle.backbone.adapters and (folder / TEACHER).exists()

@@ -147,9 +147,10 @@ def compress_collection(
     device: str | None = None,
     dtype: str | None = None,
 ) -> AddReport:
-    """Compress the texts of the app's Chroma collection `name` into soft contexts beside it; StoreError without it.
+    """Compress the texts of the app's Chroma collection `name` into soft contexts beside it, and count them.
 
-    Soft contexts of passages that the app deleted stay; `SoftContextStore.sync` removes them, too.
+    Soft contexts of texts that the app deleted stay (`SoftContextStore.sync` removes them). Raises StoreError if there
+    is no such collection.
     """
     check_store_exists(folder)
     client = chromadb.PersistentClient(str(folder))

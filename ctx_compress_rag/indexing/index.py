@@ -45,7 +45,7 @@ _FIRST = 8
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:
-    """Return a passage whose id depends on root (folder), source (file) and text, so that a new text has a new id."""
+    """Return a passage whose id depends on `root` (the indexed folder), `source` (the file) and the text."""
     digest = hashlib.sha256("\0".join((root, source, text)).encode()).hexdigest()[:16]
     return Passage(text, f"{source}#{digest}", {"source": source, "root": root})
 
@@ -99,7 +99,7 @@ class PassageIndex:
         self.interrupted = self._passages.interrupted()
 
     def add(self, passages: Iterable[Passage]) -> Iterator[AddReport]:
-        """Store the passages that are missing, and yield the numbers of each batch once the batch is on disk.
+        """Store missing passages, and yield the numbers of added and unchanged ones, each batch once it is on disk.
 
         At most 250 passages are in memory at a time. After an interruption, the same call resumes. A passage that then
         has only a vector for retrieval is compressed when it is added again, or retrieved.
@@ -149,7 +149,7 @@ class PassageIndex:
         return self._passages.roots()
 
     def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return at most `k` passages nearest to each question, nearest first. Raise StoreError without passages."""
+        """Return for each question its `k` nearest passages or fewer, in order. Raise StoreError if there are none."""
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
         vectors = question_vectors(questions, self.embedder)
@@ -227,7 +227,7 @@ class IndexInfo:
 
 
 def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
-    """Return what is in an index, without loading its bundle. With `prune`, delete the orphans first."""
+    """Return what is in an index, without loading its bundle. With `prune`, first delete `IndexInfo.orphans`."""
     check_store_exists(folder)
     with closing(connect(str(folder))) as place:
         passages, soft = PassageCollection(place, COLLECTION), Collection(place, f"{COLLECTION}-ctx")

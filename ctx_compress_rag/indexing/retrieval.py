@@ -28,7 +28,7 @@ class Retrieval:
         return chat[-1]["role"] == "user" and not any(isinstance(part, Marker) for parts in split for part in parts)
 
     def retrieve(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Return the chat with passages for its last message, and the passages of which the prompt shows something.
+        """Return the chat with passages in its last message, and the passages of which the prompt shows something.
 
         Each has `id`, `source`, `similarity`, `text` and what is shown: `sentences` (text), `slots` (their number).
         """

@@ -88,9 +88,9 @@ class Budget:
         return at(factor)
 
     def mixed(self, best: int, share: float) -> list[Shown]:
-        """Return sentences of all passages for at least `share` (0 to 1) of the budget, slots of passage `best` else.
+        """Return slots of passage `best` in at most 1 - `share` of the budget, and sentences of all in what is left.
 
-        If the share is 1 or the slots do not fit the rest, sentences get all. Raise RatioError if nothing fits.
+        If `share` is 1 or no slots fit, there are only sentences. Raises RatioError if nothing fits.
         """
         shown = [NOTHING] * len(self.passages)
         if share < 1 and (passage := self.passages[best]).slots:
@@ -106,7 +106,7 @@ class Budget:
     def with_sentences(self, shown: Sequence[Shown]) -> list[Shown]:
         """Return what is shown with sentences added, the nearest to the question first, while they fit the budget.
 
-        Those of a passage keep its order. The first sentence that does not fit is cut between words.
+        Sentences of a passage keep their order. The first sentence that does not fit is cut between words.
         """
         kept: list[dict[int, str]] = [{} for _ in shown]
 

@@ -83,7 +83,7 @@ def mark(
 
 @dataclass(eq=False)
 class _Passage:
-    """A retrieved text in work. `id` is its id in the store, None if it stays text; messages call it `name`."""
+    """A retrieved text while it is marked. `id` is its id in the store, None if it stays text; messages say `name`."""
 
     name: str
     text: str
@@ -93,7 +93,7 @@ class _Passage:
 
 @dataclass
 class Marking:
-    """Marks the texts of many calls with one set of the options of `mark`, checked when it is made (ConfigError)."""
+    """The options of `mark`, checked once (ConfigError), to mark the texts of many calls."""
 
     store: SoftContextStore
     ratio: int | None = None
@@ -320,7 +320,7 @@ class Marking:
 
 
 def relevance(score: object) -> float:
-    """Return a retriever's or reranker's score as a float, None and NaN as -inf. Raise ConfigError for no number."""
+    """Return a retriever's or reranker's score as a float, None and NaN as -inf. Raise ConfigError if not a number."""
     if score is None:
         return -math.inf
     try:
@@ -350,7 +350,7 @@ def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
 def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
     """Return a prompt with each marker of this key and scope replaced by the text that it stands for.
 
-    Raises ConfigError if the result is longer than `MAX_EXPANDED`, and other errors as `SoftContextStore.text_of`.
+    Raises ConfigError for a result of more than `MAX_EXPANDED` characters, and errors as `SoftContextStore.text_of`.
     """
     return _joined(store, store.split(text, scope), MAX_EXPANDED)
 

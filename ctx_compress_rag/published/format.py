@@ -51,10 +51,10 @@ class Format(ABC):
 
     @abstractmethod
     def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
-        """Return the decoder's transformers folder, `given` if the user named one, else the checkpoint's own."""
+        """Return the decoder's transformers folder, `given` by the user, or else the one that the checkpoint names."""
 
     def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
-        """Return the encoder's transformers folder in the same way, or None if it has no weights of its own."""
+        """Return the transformers folder, `given` or named, of an encoder with its own weights, or None without one."""
         if given is not None:
             raise ConfigError(f"encoder={given!r}: {checkpoint} needs no other encoder: leave it out")
         return None
@@ -96,7 +96,7 @@ class DecoderWithoutWeights(Backbone):
 
     @cached_property
     def spaces(self) -> str:
-        """The texts before which the tokenizer adds a space: "every" one after a control token, the "first", "none"."""
+        """Where the tokenizer adds a space: before "every" text after a control token, the "first" text, or "none"."""
         prompts = PromptTokenizer(self.tokenizer)
         alone = text_ids(self.tokenizer, "a")
         if alone != prompts.encode(["", "a"])[1].tolist():
@@ -139,7 +139,7 @@ def check_tensor_names(found: Iterable[str], wanted: Iterable[str], where: str) 
 
 
 def without_weights(files: Checkpoint, auto: Any) -> Any:
-    """Return the model, of a class such as `AutoModel`, of a transformers folder, on the meta device."""
+    """Return the model of a transformers folder, of a class such as `AutoModel`, on the meta device (no weights)."""
     from transformers import AutoConfig
 
     try:
@@ -170,7 +170,7 @@ def read_required_settings(checkpoint: Checkpoint, file: str, *counts: str, **va
 def instruct_format(begin: str, spaces: str) -> str:
     """Return Mistral's chat format without a system role, with the text `begin` before a user's message.
 
-    In both projects that use it, `begin` starts with a space's token, which the format adds if the tokenizer does not.
+    Both projects that use it put a space's token before `begin`, which the format adds if the tokenizer does not.
     """
     begin = f" {begin}" if spaces == "first" else begin
     return (

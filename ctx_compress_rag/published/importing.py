@@ -47,7 +47,7 @@ class Import:
     ) -> Import:
         """Recognize a checkpoint, given by hub id (its commit is pinned) or folder. Only small files are downloaded.
 
-        `subfolder` is the checkpoint's place in there. `decoder` and `encoder` replace those that it names.
+        `subfolder` is the checkpoint's place there. `decoder` and `encoder` replace those that the checkpoint names.
         """
         from transformers import AutoModel
 
@@ -170,10 +170,8 @@ def import_published(
 
     The arguments are those of `Import.of` and `Import.write`, and `options` are those of `Bundle.from_pretrained`.
 
-    Raises:
-        BundleError: the compressor is missing, incomplete, damaged, of no known format or for another decoder, or the
-            disk is full.
-        ConfigError: an argument does not fit the compressor, or the folder has files.
+    Raises BundleError if the compressor is missing, incomplete, damaged, of no known format or for another decoder, or
+    if the disk is full. Raises ConfigError if an argument does not fit the compressor, or the folder has files.
     """
     found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     found.write(folder, copy=copy)

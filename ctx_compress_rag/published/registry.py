@@ -14,6 +14,7 @@ FORMATS: tuple[Format, ...] = (Lclm(), Pisco(), Xrag(), Icae())
 
 
 def recognized(checkpoint: Checkpoint) -> Format:
+    """Return the format of a checkpoint. Raise BundleError if it has no known format."""
     for each in FORMATS:
         if each.matches(checkpoint):
             return each

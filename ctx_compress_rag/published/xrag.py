@@ -26,7 +26,7 @@ _WINDOW = 178  # its 180 tokens, less the two that the tokenizer adds
 
 
 class Xrag(Format):
-    """A map from a retriever's vectors to a frozen decoder: one vector a passage."""
+    """xRAG's format, a map from a retriever's vectors, one for each passage, to a frozen decoder."""
 
     name = "xrag"
     known = (("Hannibal046/xrag-v1.1-7b", "apache-2.0"), ("Hannibal046/xrag-7b", "none given"))

@@ -21,7 +21,7 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def explained(where: str, folder: Path | None = None, *, writing: bool = False) -> Iterator[None]:
-    """Turn exceptions of Chroma or its HTTP client in the block into a StoreError (StoreWriteError) with a remedy."""
+    """Turn errors of Chroma or its HTTP client in the block into a StoreError, or StoreWriteError if `writing`."""
     try:
         yield
     except (CtxCompressError, KeyboardInterrupt, SystemExit, GeneratorExit):

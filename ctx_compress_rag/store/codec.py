@@ -77,7 +77,7 @@ class Int8:
     Scales are per column because decoders' hidden states have outlier channels. The relative L2 error, measured
     per column and per slot, is 0.004 and 0.0075 for pooled MiniLM slots, 0.0035 and 0.060 for a Llama with
     outlier channels. A float32 scale per column would make a one-slot passage larger than fp16, so a column
-    stores how many eighths of an octave its scale lies below the largest one (a float32): at worst 9 %
+    stores how many eighths of an octave its scale lies below the largest one (a float32). That is at worst 9 %
     coarser than the exact scale, down to columns 2**31 times smaller than the largest.
     """
 

@@ -105,7 +105,7 @@ class Collection:
         return {id: (text, row) for id, text, row in self._get_paged(ids, "documents", "metadatas")}
 
     def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
-        """Return those ids (keys of `values`) whose record has in `field` the given value, which only it may have."""
+        """Return the ids whose record has, in `field`, the id's value in `values`. No other record may have it."""
         matching: set[str] = set()
         for ids in pages(list(values)):
             # Chroma takes six times as long if it is given the ids, too.

@@ -19,7 +19,7 @@ _NAME = re.compile(rf"[a-zA-Z0-9][a-zA-Z0-9._-]{{1,{_LONGEST - 2}}}[a-zA-Z0-9]")
 
 
 def connect(location: Location | Place) -> Place:
-    """Return the place that a path, a Chroma client or a collection stands for; of a folder's client, the folder.
+    """Return the place that a path, a Chroma client or a collection stands for. A client of a folder gives the folder.
 
     Raises ConfigError for anything else, such as an asynchronous client, and StoreError for a path to a file.
     """
@@ -43,7 +43,7 @@ def connect(location: Location | Place) -> Place:
 
 
 def companion(location: object, collection: str) -> str:
-    """Return the name of the collection of soft contexts beside the app's, `location` itself or named `collection`."""
+    """Return the name of the collection of soft contexts for the app's, which is `location` or named `collection`."""
     if isinstance(location, chromadb.Collection):
         check_apps_own(location)
         collection = location.name

@@ -62,7 +62,7 @@ class StoreKey:
 
 
 def key_from_file(path: Path, new: bytes | None = None) -> bytes:
-    """Return the key in a file. Raise StoreError if the file is damaged, or not of this user alone.
+    """Return the key in a file. Raise StoreError if it is damaged, not this user's, or readable for others.
 
     A missing file is made with `new` or a random key, and processes that make it at the same time get the same key.
     """

@@ -146,11 +146,8 @@ class Signer:
     def split(self, text: str, scope: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Return text parts and this scope's markers, in order. Joined, they are the text, and no part is empty.
 
-        A marker with a bad signature stays text or raises an error, as `on_unreadable` says. A truncated marker
-        (some tools shorten prompts) stays text. One warning is logged for all markers that stay text.
-
-        Raises:
-            UnreadableMarkerError: a marker has a bad signature, and on_unreadable is "error".
+        A marker with a bad signature stays text or, if `on_unreadable` is "error", raises UnreadableMarkerError. A
+        truncated marker (some tools shorten prompts) stays text. One warning is logged for all that stay text.
         """
         parts: list[str | Marker] = []
         start = 0

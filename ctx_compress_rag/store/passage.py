@@ -140,9 +140,8 @@ def checked_passage(document: object, id: str | None, place: int) -> Passage:
     The id is `id`, else the document's own, else a hash of the text. Messages name `place`, the document's index.
     Metadata keep only scalars that JSON can hold, also NumPy's. Nested values and NaN stay in the app's own collection.
 
-    Raises:
-        ConfigError: the document is none of these, its text is blank, too long or not a str, or its id or metadata are
-            not valid.
+    Raises ConfigError for another kind of document, for a text that is blank, too long or not a str, and for an id or
+    metadata that are not valid.
     """
     node: Any = getattr(document, "node", document)
     own: object = None
@@ -207,7 +206,7 @@ def listed_passages(
 def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:
     """Return passages by id, in order. Raise ConfigError if an id is given twice.
 
-    With `repeats`, an id may come twice with the same text, as from a retriever. A text's hash as its id always may.
+    With `repeats`, an id may come twice with the same text, as from a retriever. Equal texts without ids always may.
     """
     passages: dict[str, Passage] = {}
     for passage in listed:
@@ -234,7 +233,7 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
 def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     """Yield the passages of the app's collection, read page by page, without records whose text is missing or blank.
 
-    Records that the app's search cannot find are included, with a warning. Raises ConfigError for anything else.
+    Records that the app's search cannot find are included, with a warning. Raises ConfigError for another object.
     """
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"

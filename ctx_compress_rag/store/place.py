@@ -131,7 +131,7 @@ class Server(Place):
 
 
 class Folder(Place):
-    """A Chroma folder, used through an own engine, which is reopened after each write of another process."""
+    """A Chroma folder, used through an engine of this library, which is never older than the folder's last write."""
 
     folder: Path
 

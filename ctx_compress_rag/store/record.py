@@ -77,7 +77,7 @@ class Record:
 
     @classmethod
     def read(cls, id: str, row: Mapping[str, Any]) -> Self:
-        """Return the record in `row`, Chroma's metadata under an id. Raise PayloadError if a field is not there."""
+        """Return the record in `row`, Chroma's metadata under an id. Raise PayloadError if a field is missing."""
         values: dict[str, Any] = {field.name: row.get(field.name) for field in fields(cls)}
         for field in fields(cls):
             if type(values[field.name]).__name__ != field.type:  # an annotation is a string here

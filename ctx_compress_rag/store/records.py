@@ -163,7 +163,7 @@ class Records(Collection):
         return [(str(each.id), each.text) in held for each in passages]
 
     def unreadable(self, sample: int | None = None) -> dict[str, bool]:
-        """Return the ids of unreadable records of all scopes, each with True if only its key is another one.
+        """Return the ids of unreadable records of all scopes, each with True if it is intact but of another key.
 
         `sample` is the number of records to check, drawn at random; None checks all.
         """

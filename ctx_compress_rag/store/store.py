@@ -157,12 +157,8 @@ class SoftContextStore(ProcessBound):
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
         """Add, update and delete passages of the scope, so that they match the app's collection.
 
-        Records without a text are skipped. Errors are those of `add`.
-
-        Args:
-            collection: the app's collection.
-            progress: whether to show a progress bar.
-            scope: tenant or user whose passages the collection holds; None as in `add`.
+        Records without a text are skipped. `scope` is the tenant or user whose passages the collection holds. Its
+        default, `progress` and the errors are those of `add`.
         """
         before = self.ids(scope)  # what others store after the collection was read is not deleted
         passages = list(passages_in(collection))
@@ -203,18 +199,16 @@ class SoftContextStore(ProcessBound):
         return self._delete([record_id(id, scope) for id in checked_ids(ids)])
 
     def damaged(self) -> list[str]:
-        """Return the ids of passages, in all scopes, with records damaged or signed with another key. Reads all."""
+        """Return the ids, in all scopes, of damaged passages and of those of another key. Every record is read."""
         return [passage_id(id) for id in self._records.unreadable()]
 
     def discard_damaged(self, *, other_keys: bool = True, sample: int | None = None) -> list[str]:
         """Delete the passages that `damaged` finds, and return their ids. The next `add` compresses them again.
 
         Args:
-            other_keys: whether to delete intact records that are signed with another key, too.
+            other_keys: whether to delete intact records that are signed with another key, too; if False, they raise
+                StoreError before anything is deleted.
             sample: number of records to check, drawn at random; None checks all.
-
-        Raises:
-            StoreError: `other_keys` is False, and there are intact records of another key; nothing is deleted.
         """
         unreadable = self._records.unreadable(sample)
         if not other_keys and (intact := [passage_id(id) for id, is_intact in unreadable.items() if is_intact]):
@@ -248,8 +242,7 @@ class SoftContextStore(ProcessBound):
             scope: tenant or user that reads; None takes the scope of `marker.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
 
-        Raises:
-            PayloadError: a record is damaged; the message names the passage.
+        Raises PayloadError, with the passage's id, if a record is damaged.
         """
         ids = checked_ids(ids)
         found = {
@@ -376,9 +369,8 @@ class SoftContextStore(ProcessBound):
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """Return the soft contexts that markers stand for, at the markers' ratios, in order.
 
-        Raises:
-            MissingPassageError: a passage was deleted or its text changed since the marker was written.
-            PayloadError: a record is damaged.
+        Raises MissingPassageError if a passage was deleted or its text changed after the marker was written, and
+        PayloadError if a record is damaged.
         """
         kept, rest = self._transient.split(markers)
         found = self._records.by_marker(rest)

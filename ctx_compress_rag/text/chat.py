@@ -100,11 +100,11 @@ class PromptTokenizer:
         self._hole_id, self._cut_id = self._with_hole.convert_tokens_to_ids([self.hole, self._cut])
 
     def as_text(self, text: str) -> str:
-        """Return text of users or documents, prepared (only) for `encode`, which then makes no control token of it."""
+        """Return a user's or document's text with cuts, for `encode` only, so that it holds no control token."""
         return self._cut.join(text_parts(self.tokenizer, text))
 
     def apart(self, text: str) -> str:
-        """Return `as_text(text)` for a raw prompt, so that no control token crosses the text's start or end."""
+        """Return `as_text(text)` between two cuts, so that in a raw prompt no control token crosses its ends."""
         return f"{self._cut}{self.as_text(text)}{self._cut}"
 
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:

@@ -24,7 +24,7 @@ _SPACED = re.compile(r"\S+")
 
 
 def without_question(text: str) -> str:
-    """Return the text after a message's last passage without its question, a last line, and a label ("Answer:")."""
+    """Return a message's text after the last passage, without the question (last line) and a label ("Answer:")."""
     before, _, last = text.rstrip().rpartition("\n")
     if last.endswith(":"):
         rest, _, line = before.rpartition("\n")
@@ -33,7 +33,7 @@ def without_question(text: str) -> str:
 
 
 def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
-    """Return all quotations from texts. Each starts at a word, or punctuation after a space, and ends with either.
+    """Return all quotations from texts. Each starts at a word, or punctuation after a space, and ends with one of them.
 
     None ends within a token, so Chinese characters that share a token are quoted together. None spans two texts, or
     letters that spell a control token. The tokenizer must be a fast one, because token offsets are needed.

@@ -38,7 +38,7 @@ def sentences(text: str, language: str = "en") -> list[str]:
 
 
 def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language: str = "en") -> list[Unit]:
-    """Cut a passage into units of at most `limit` tokens (None: no limit). Each token of it belongs to one unit.
+    """Cut a passage into units of at most `limit` tokens (None: no limit), with each token in one unit.
 
     A longer sentence is cut between words into parts of about the same length, a longer word between characters.
     White space around a unit is not in its text, and tokens of white space count for the unit before. No unit's text

@@ -1,8 +1,8 @@
 """Tokenize the text of users and documents without control tokens, whatever it spells.
 
 Chat formats write roles as control tokens, such as `<|system|>` or `</s>`, and a tokenizer makes a control token
-wherever a text spells one. In a question, a passage or metadata it must stay letters, so such a text is cut inside each
-control token, and its parts are tokenized separately. Other texts are tokenized as usual.
+wherever a text spells one. In a question, a passage or metadata the letters must stay text. So such a text is cut
+inside each control token, and its parts are tokenized separately. Other texts are tokenized as usual.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TextTokens:
 
 
 def control_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of control tokens, which are all added tokens but words and white space not marked as special.
+    """Return the ids of control tokens, that is, added tokens marked as special or neither words nor white space.
 
-    Other added tokens count without that mark, because `</s>` of Phi-3 and the roles of DeepSeek lack it.
+    The mark alone is not enough, because `</s>` of Phi-3 and the roles of DeepSeek lack it.
     """
     return {
         id
