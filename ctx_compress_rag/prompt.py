@@ -41,8 +41,8 @@ class Prompt:
     """A prompt as the decoder reads it, in training together with its answers."""
 
     pieces: tuple[Piece, ...]
-    answers: Tensor  # True on the answers' tokens: bool (length,)
-    soft: bool = False  # whether the reader's decoder reads it: True if it has passages, even ones without slots
+    answers: Tensor  # bool (length,), True at the tokens of answers
+    soft: bool = False  # whether it is read through the reader: True with passages, even ones without slots
     quotable: Quotable | None = None  # for an extractive answer
 
     @classmethod

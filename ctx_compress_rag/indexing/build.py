@@ -35,7 +35,7 @@ class IndexReport:
     files: int  # files or rows with text
     added: int
     unchanged: int
-    replaced: int  # removed because their file's text changed
+    replaced: int  # removed because the text of their file changed
     pruned: int  # removed because their file was deleted
     vanished: int  # kept although their file was deleted, since `prune` was not set
     # Folders that no longer exist, with half of their files in the indexed folder: their passages count as deleted.

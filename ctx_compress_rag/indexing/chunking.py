@@ -36,9 +36,9 @@ _HEADINGS = regex.compile(
 )
 _OUTER_BLANKS = regex.compile(rf"\A\s+{_INSIDE}|\s+\Z")
 _LONGEST_TOKEN = 100
-"""Characters of one token: so long a text need not be counted."""
+"""Maximum characters of a token. A text with more of them than its tokens could hold is not tokenized to be counted."""
 _SEAM = 2
-"""How many more tokens two texts may have together than apart."""
+"""How many more tokens two texts may have when joined than separately."""
 
 
 def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:

@@ -16,14 +16,14 @@ from typing import Any
 from zipfile import ZipFile
 
 MOST_TEXT = 32 << 20
-"""Characters of a document's text."""
+"""Maximum characters of a document's text."""
 _UNREAD_PARTS = {
     "page headers and footers": re.compile(r"word/(header|footer)\d*\.xml"),
     "comments": re.compile(r"word/comments\.xml"),
 }
 _GLYPH = re.compile(r"\(cid:\d+\)")
 _MOST_GLYPHS = 0.1
-"""Share of glyphs without a character from which a PDF's text is unreadable."""
+"""Share of glyphs without a character above which a PDF's text counts as unreadable."""
 
 
 def read(path: Path) -> dict[str, Any]:

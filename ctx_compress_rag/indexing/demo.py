@@ -38,7 +38,7 @@ class DemoSystem:
     answers: tuple[str, ...]
     scores: tuple[float, ...]  # token F1 of each answer
     prompt_tokens: float  # mean length of the prompts, a slot counted as a token
-    stored_bytes: int  # of the whole corpus
+    stored_bytes: int  # bytes stored for the whole corpus
     first_token_ms: float  # median time from the prompt to the first token, reading the store included
 
     @property
@@ -51,7 +51,7 @@ class DemoReport:
     """The results of the demo, one system for each kind of context."""
 
     stored: AddReport
-    retrieved: int  # for how many of the questions retrieval found the passage needed
+    retrieved: int  # number of questions for which the needed passage was retrieved
     systems: list[DemoSystem]  # full text, what the bundle shows by default at each ratio, finest first, no context
     tables: str
 

@@ -28,12 +28,12 @@ DOCUMENTS = {
     ".pptx": "pptx",
     ".xlsx": "openpyxl",
 }
-"""What reads each kind, and comes with the extra `index`."""
+"""The package that reads each kind of document. It comes with the extra `index`."""
 
 MEMORY = 2 << 30
 """Bytes of address space for reading documents, of which Python and the parsers take a quarter."""
 LEAST_SECONDS, SECONDS_PER_MB, MOST_SECONDS = 30, 60, 600
-"""How long reading a document may take: two to three times what PDFs full of text took."""
+"""Limits of the time for a document, in seconds, two to three times what PDFs full of text took."""
 
 
 def readable() -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from ctx_compress_rag.text.tokenizing import text_ids
 logger = logging.getLogger(__name__)
 
 _WORDS = regex.compile(r"(?<![\p{L}\p{N}])[\p{Ll}\p{Lo}\p{M}]{2,}(?![\p{L}\p{N}])")
-"""Words that are no names: with names, numbers and code, English has as many tokens as other languages."""
+"""Words that are no names, because with names, numbers and code, English has as many tokens as other languages."""
 _ENGLISH = "the flood took the old mill on the river and its owner sold what was left to the town which built a school"
 _FOREIGN = 1.4
-"""Tokens per letter, of those of English, from which a language is little known. Measured with the tokenizer of
+"""Tokens per letter, relative to English, from which a language is little known. Measured with the tokenizer of
 SmolLM2: 0.7 to 1.1 in English texts, 1.4 in Italian, 1.6 to 2.1 in seven other European languages, more elsewhere."""
 _LETTERS = 20
 """How many letters are enough to tell: of 2,880 English questions, 12 seemed foreign."""

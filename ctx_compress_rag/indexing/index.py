@@ -41,7 +41,7 @@ _COSINE: Any = {"hnsw": {"space": "cosine"}}
 _LOOKED_UP = 250
 """How many passages are looked up together: as many as Chroma answers in one query."""
 _FIRST = 8
-"""How many before them, so that progress shows early."""
+"""How many passages are looked up first, so that progress shows early."""
 
 
 def make_passage(text: str, source: str, root: str) -> Passage:

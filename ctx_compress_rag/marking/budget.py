@@ -42,7 +42,7 @@ class Retrieved:
 class Shown(NamedTuple):
     """What a prompt shows of a passage, first text, then slots; either may be missing."""
 
-    text: str = ""  # the whole, some sentences, or nothing
+    text: str = ""  # the whole passage, some sentences, or nothing
     slots: int = 0
     factor: int = 1  # how many stored slots are merged into each
 

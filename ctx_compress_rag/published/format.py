@@ -35,8 +35,8 @@ class Format(ABC):
     """A project's format of checkpoints, with how they are recognized (by file names and JSON) and converted."""
 
     name: str
-    known: tuple[tuple[str, str], ...] = ()  # published checkpoints, as arguments of `ctx-compress import`; licenses
-    decoder_tensors: tuple[str, ...] = ()  # that `convert` reads
+    known: tuple[tuple[str, str], ...] = ()  # arguments of `ctx-compress import` and license of each published one
+    decoder_tensors: tuple[str, ...] = ()  # names of the decoder's tensors that `convert` reads
     caution: str = ""  # what the user has to check, because the files do not say it
 
     def license(self, checkpoint: Checkpoint) -> str:

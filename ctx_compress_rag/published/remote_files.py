@@ -30,9 +30,9 @@ class Checkpoint:
 
     name: str  # the hub id or folder
     revision: str | None  # the commit on the hub; None for a folder
-    subfolder: str  # where the files are in it: "", or a path that ends with a slash
+    subfolder: str  # the folder of the files in there: "", or a path that ends with a slash
     sizes: Mapping[str, int]  # bytes of each file there
-    license: str  # as its card says, or "none given"
+    license: str  # as the checkpoint's model card says, or "none given"
 
     @classmethod
     def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:

@@ -15,7 +15,7 @@ from chromadb.errors import NotFoundError
 from ctx_compress_rag.errors import CtxCompressError, StoreError, StoreWriteError
 
 _ROOM = 32 << 20
-"""Bytes that must be free before a write: twice what Chroma was measured to need for the largest of this library."""
+"""Bytes that must be free before a write, twice what Chroma was measured to need for this library's largest write."""
 _PROBE_BYTES = 1 << 20
 
 

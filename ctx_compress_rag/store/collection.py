@@ -26,7 +26,7 @@ Found = tuple[str, str, Row, float]
 """A search result: id, document, metadata, distance."""
 
 PAGE = 250
-"""Records in one call: Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
+"""Records in one call, because Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
 
 
 def pages(values: Sequence[T], size: int = PAGE) -> Iterator[Sequence[T]]:

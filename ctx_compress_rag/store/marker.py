@@ -41,7 +41,7 @@ _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
 
 OnUnreadable = Literal["error", "text"]
-"""What to do with an unreadable marker: raise, or keep it as text, with a warning."""
+"""What to do with an unreadable marker: raise an error, or keep it as text, with a warning."""
 
 _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
@@ -89,8 +89,8 @@ def current_scope() -> str | None:
 class Marker:
     """A marker with a valid signature, as `Signer.split` finds it in a text."""
 
-    id: str  # its 20 letters
-    slots: int  # how many places it takes in the prompt
+    id: str  # the 20 letters
+    slots: int  # number of slots that the prompt shows
     scope: str = field(default=DEFAULT_SCOPE, compare=False)
     text: str = field(default="", compare=False)  # the whole marker, as found
 

@@ -23,7 +23,7 @@ from ctx_compress_rag.strict import as_list
 logger = logging.getLogger(__name__)
 
 _BATCH_CHARACTERS = 65_536
-"""Maximum characters compressed between two writes: about two forward passes, the most that killing the process loses.
+"""Maximum characters compressed between two writes, about two forward passes. A killed process loses no more.
 
 Batches do not depend on timing: which passages share a batch affects the last bits of their slots.
 """

@@ -35,13 +35,13 @@ DEFAULT_TIMEOUT = 30.0
 READ_TIMEOUT = 60.0
 """Seconds that a read waits for a write in progress, and as many for Chroma's answer."""
 LOCK_FILE = "ctx-compress.lock"
-"""The writers' queue."""
+"""The lock file at which writers wait for each other."""
 TURN_FILE = "ctx-compress.turn"
-"""New readers wait here while a writer waits for the readers before it, so that many readers cannot starve it."""
+"""The lock file at which new readers wait while a writer waits for earlier ones, so that readers cannot starve it."""
 ACCESS_FILE = "ctx-compress.access"
-"""Held while an engine works."""
+"""The lock file that is held while an engine works."""
 DRAFT = ".draft"
-"""The end of a name of a file that is being made."""
+"""The suffix of a file's name while the file is being written."""
 _GENERATION_FILE = "ctx-compress.generation"
 _UNFINISHED, _FINISHED = b"w", b"."  # what ends a generation number
 _POLL = 0.002

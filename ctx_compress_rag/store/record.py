@@ -27,7 +27,7 @@ from ctx_compress_rag.store.passage import Passage, StoredPassage
 from ctx_compress_rag.store.scope import passage_id
 
 MAX_UNPACKED_BYTES = 16 << 20
-"""A stored text that unpacks to more is not read: a few megabytes of zlib can hold gigabytes."""
+"""A stored text that unpacks to more is not read, because a few megabytes of zlib can hold gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Record:
     full_hash: str
     marker: str  # the marker id with its scope, see `scope.scoped_marker_id`
     slots: int
-    tokens: int  # of the source, that the slots stand for
+    tokens: int  # number of source tokens that the slots stand for
     payload_hash: str
-    sentences: str  # vectors of its sentences, see `sentences`, or ""
+    sentences: str  # vectors of the passage's sentences, see `sentences.pack`, or ""
     signature: str = ""  # covers collection's name, id (and so the scope), hashes, marker id, counts and metadata
 
     @classmethod

@@ -41,9 +41,9 @@ _CONFIGURATION: Any = {
 class Changes:
     """How given passages, by record id, differ from what is stored."""
 
-    texts: dict[str, Passage]  # not stored with this text, and so to compress
-    labels: dict[str, Passage]  # stored with this text, but other metadata
-    new: int  # how many of the texts are under ids that are not stored
+    texts: dict[str, Passage]  # passages not stored with this text, which must be compressed
+    labels: dict[str, Passage]  # passages stored with this text, but with other metadata
+    new: int  # how many of `texts` have ids that are not stored
     unchanged: int
 
 

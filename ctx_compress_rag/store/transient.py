@@ -11,7 +11,7 @@ from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.store.marker import Marker
 
 MAX_SLOTS = 16_384
-"""How many slots are kept, of all tenants together. A slot takes 4 bytes times its width."""
+"""How many slots are kept for all tenants together. A slot takes four bytes for each dimension."""
 
 
 class TransientParts:

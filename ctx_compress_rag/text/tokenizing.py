@@ -23,7 +23,7 @@ class TextTokens:
     """The tokens of a text, and where they are in the text."""
 
     ids: list[int]
-    offsets: list[tuple[int, int]]  # where each begins and ends in the text
+    offsets: list[tuple[int, int]]  # start and end of each token in the text, in characters
 
 
 def control_ids(tokenizer: Any) -> set[int]:
