@@ -41,7 +41,7 @@ def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptat
     """Return an LLM that answers as the demonstrations do (RAG-GD); `llm` stays unchanged.
 
     All LLMs adapted from one LLM share its weights in memory, and different threads may use them at the same time. The
-    adapter is `adapted.decoder.bundle.adapter`, where `adapted` is the result. `save_pretrained` writes it for peft.
+    result's adapter is `result.decoder.bundle.adapter`, whose `save_pretrained` writes a peft adapter.
 
     Args:
         llm: an LLM of either framework. An LLM that is already adapted is adapted from its original again.
@@ -59,7 +59,7 @@ def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptat
 
 
 def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
-    """Return an LLM whose decoder has this adapter in place of its own, or none if it is None; `llm` stays unchanged.
+    """Return an LLM whose decoder has `adapter` in place of its own, or no adapter if None; `llm` stays unchanged.
 
     Raises:
         ConfigError: another engine than transformers runs the decoder.
@@ -68,7 +68,7 @@ def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
 
 
 def adapted(decoder: Decoder, adapter: Adapter | None) -> Decoder:
-    """Return a decoder with this adapter in place of its own, or with none if it is None. Both share the model.
+    """Return the decoder with `adapter` in place of its own, or no adapter if None. Both decoders share the model.
 
     Raises:
         ConfigError: another engine than transformers runs the decoder.

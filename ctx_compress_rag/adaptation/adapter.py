@@ -26,7 +26,7 @@ FUSED = "qkv_proj"
 _UNREAD = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save")
 
 Shapes = Mapping[str, tuple[int, int]]
-"""Input and output width of each projection, by its name in the decoder."""
+"""The input and output width of each projection, by the projection's name in the decoder."""
 
 
 def projections(model: Any) -> dict[str, tuple[int, int]]:
@@ -142,7 +142,7 @@ class Adapter:
             model: the decoder that the adapter is for. The tensors go to the decoder's device.
 
         Raises:
-            BundleError: it is missing, has more than low-rank factors of one rank, or does not fit the decoder.
+            BundleError: the adapter is missing, is no plain LoRA of one rank, or does not fit the decoder.
         """
         folder = Path(folder)
         try:

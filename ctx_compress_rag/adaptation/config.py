@@ -37,7 +37,7 @@ class TaskData(Strict):
 
 
 class AdaptationRecipe(BaseRecipe):
-    """The settings that all recipes share that adapt a frozen decoder to demonstrations (In-Context Optimization).
+    """The settings of all recipes that adapt a frozen decoder to demonstrations (In-Context Optimization).
 
     Attributes:
         bundle: the bundle whose decoder is adapted.
@@ -92,7 +92,7 @@ class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
         magnitude_weight: lambda of eq. 9.
         contexts: the number of support contexts. Each is solved by gradient descent when it first comes, and learned
             from many times. None draws and solves a new context each time, as the paper does. The updates stay in
-            memory: contexts x rank x input and output widths of Q/K/V, in bfloat16. Resuming solves them again.
+            memory: contexts x rank x input and output widths of Q/K/V, in bfloat16. Resuming solves contexts again.
     """
 
     stage: Literal["update_predictor"]

@@ -78,7 +78,7 @@ class PredictedUpdate(Adaptation):
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
 
     def rows(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
-        """Return demonstrations as prompts; raise a ConfigError if the predictor was trained with another number."""
+        """Return demonstrations as prompts; raise a ConfigError if there are not as many as in training."""
         if len(demonstrations) != self.config.demonstrations:
             raise ConfigError(
                 f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "

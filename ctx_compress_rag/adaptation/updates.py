@@ -18,7 +18,7 @@ from ctx_compress_rag.prompt import Prompt
 
 @dataclass(frozen=True, eq=False)
 class GradientUpdate:
-    """How far gradient descent moved the factors of `base`, W0: (contexts, rank, d_in) and (contexts, d_out, rank)."""
+    """The change of `base`'s factors by gradient descent: `a` (contexts, rank, d_in), `b` (contexts, d_out, rank)."""
 
     base: Adapter
     a: dict[str, Tensor]

@@ -20,7 +20,7 @@ from ctx_compress_rag.strict import explain
 T = TypeVar("T")
 
 SUMMARY_REQUEST = "Summarize the documents."
-"""The question of every example whose answer is a summary. Sharing it with held-out data reveals nothing."""
+"""The question of every example whose answer is a summary. An example may share it with held-out data."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _documents(path: Path) -> Iterable[str]:
 
 
 def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:
-    """Return the examples whose passages all have at most `most_words` words, or all examples if it is None."""
+    """Return the examples whose passages all have at most `most_words` words; None sets no limit."""
     return [e for e in examples if most_words is None or all(len(p.split()) <= most_words for p in e.passages)]
 
 

@@ -95,7 +95,7 @@ class SlotUpdate(nn.Module):
 
 
 class SelectiveLora(nn.Module):
-    """LoRA of all linear layers of one decoder layer, at slots only: M * (B A x) is added to each layer's output.
+    """LoRA of all linear layers of one decoder layer, at slots only: each adds M * (B A x) to its output.
 
     Equation 3 writes the layer as F(H) + M * dF(H) and does not say where the mask M enters. If M entered at the
     decoder layer's output, the layer would need two runs, and two sets of keys and values for each position, because a
@@ -155,7 +155,7 @@ _START = -0.01
 
 
 class Gate(nn.Sequential):
-    """The MLP of one layer's gate (eq. 5), which maps a slot's state to a logit. Before training it is closed."""
+    """The MLP of one layer's gate (eq. 5), which maps a slot's state to a logit. Before training the gate is closed."""
 
     def __init__(self, dim: int, width: int) -> None:
         last = nn.Linear(width, 1)

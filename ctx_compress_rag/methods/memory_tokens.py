@@ -21,7 +21,7 @@ from ctx_compress_rag.text.chat import PromptTokenizer
 
 
 class MemoryTokensConfig(OneRatioConfig):
-    """The settings of memory tokens: after each window of text, even a short one, stand as many learned vectors.
+    """The settings of memory tokens: the same number of learned vectors follows each window of text, even a short one.
 
     Attributes:
         slots: the number of memory tokens after a window. A full window has `ratio` times as many source tokens.
@@ -105,7 +105,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         return PromptTokenizer(self.backbone.tokenizer)
 
     def _ids_inside(self, text: str) -> list[int]:
-        """Return the token ids of a text after a control token. Some tokenizers put a space before a first text."""
+        """Return a text's ids after a control token, without the space that some tokenizers put before a first text."""
         ids: list[int] = self._prompts.encode(["", self._prompts.as_text(text)])[1].tolist()
         return ids
 

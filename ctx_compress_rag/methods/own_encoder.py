@@ -79,7 +79,7 @@ class OwnEncoder:
 
     @property
     def place(self) -> Path | None:
-        """Return the encoder's folder, None on the hub; raise a BundleError if the bundle lacks a folder for it."""
+        """Return the encoder's folder, None on the hub; raise a BundleError if its bundle has no folder."""
         config = self.config
         if config.encoder is None:
             if self.folder is None:

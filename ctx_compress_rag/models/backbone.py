@@ -17,7 +17,7 @@ from ctx_compress_rag.models.loading import UnloadedModel, weights_as
 from ctx_compress_rag.models.transformers_internals import commit
 
 PEFT_PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it adapts."""
+"""The prefix that peft puts before the parameter names of a model that it adapts."""
 
 
 def name_without_peft(name: str) -> str:

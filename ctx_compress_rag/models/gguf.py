@@ -34,7 +34,7 @@ class GgufDecoder(Strict):
         repo: a hub repository, at the `revision` of the bundle or recipe.
         file: the file's name in the package or repository, with its folders where needed.
         path: the file's path.
-        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, to identify a file anywhere.
+        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because a file may move.
     """
 
     package: str | None = Field(default=None, min_length=1)

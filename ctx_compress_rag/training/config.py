@@ -61,12 +61,12 @@ class OptimConfig(Strict):
             few million weights then learn to answer in a fraction of the steps.
         warmup_ratio: the share of the steps in which the rate rises from zero.
         average: the decay of an exponential moving average of the weights, which is saved in place of the last weights.
-            0.99 averages about the last 100 steps. A single step's weights are noisier, especially in small batches and
-            at high rates.
+            0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with small
+            batches and high rates.
         bf16: compute in bfloat16; ignored on a CPU without bfloat16 instructions.
         compile: compile the decoder layers, which share their code, for batches of any shape.
-        checkpoint_layers: keep only each decoder layer's input, and run the layer again in the backward pass. This
-            saves memory, not time.
+        checkpoint_layers: keep only each decoder layer's input, and run the layer again in the backward pass, which
+            saves memory and costs time.
     """
 
     steps: int = Field(default=48_000, gt=0)
@@ -139,7 +139,7 @@ class BaseRecipe(Strict):
 
 
 class Recipe(BaseRecipe):
-    """The settings that every recipe has that trains on examples."""
+    """The settings of every recipe that trains on examples."""
 
     asks: ClassVar[bool] = True
     """Whether the stage needs questions."""

@@ -115,7 +115,7 @@ class SlotObjective(nn.Module, ABC):
             return predict(model, spliced, prompts)
 
     def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Return KL(teacher || decoder with slots), summed over `rows`; `targets` are `teacher_log_probs`."""
+        """Return KL(teacher || student), summed over the answers of `rows`; `targets` are `teacher_log_probs`."""
         wanted = torch.cat([targets[row] for row in rows])
         return F.kl_div(F.log_softmax(logits, dim=-1), wanted, reduction="sum", log_target=True)
 

@@ -21,7 +21,7 @@ SHIPPED = _PACKAGE / "training" / "recipes"
 FOLDERS = [SHIPPED, *sorted(folder for folder in _PACKAGE.glob("*/recipes") if folder != SHIPPED)]
 
 STAGES: dict[str, tuple[type[BaseRecipe], Callable[[Any], Job]]] = {}
-"""The registered stages by name: the class of their recipes, and what makes the job from one."""
+"""The registered stages by name: the class of a stage's recipes, and the function that makes a job from a recipe."""
 
 
 def register(recipe: type[BaseRecipe], start: Callable[[Any], Job]) -> None:
@@ -53,7 +53,7 @@ def load_recipe(path: str | Path) -> BaseRecipe:
 
 
 def recipe_names(name: str) -> list[str]:
-    """Return the recipes that a name stands for: itself, or those in a folder, perhaps shipped, by file name."""
+    """Return the recipes that a name stands for: itself, or those in a folder (perhaps shipped), sorted by name."""
     folder = Path(name) if Path(name).is_dir() else find(name)
     return sorted(str(file) for file in folder.glob("*.yaml")) if folder and folder.is_dir() else [name]
 

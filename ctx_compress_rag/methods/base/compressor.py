@@ -72,7 +72,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
 
 
 class Compressor(Part, PassageRenderer):
-    """A compressor, which turns passages into slots.
+    """The base class of compressors, which turn passages into slots.
 
     Attributes:
         dim: the width of a slot.

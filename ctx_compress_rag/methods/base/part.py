@@ -65,7 +65,7 @@ class Part(nn.Module, ABC):
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield a decoder's linear layers with their names, also of some of its layers, but none of LoRA adapters."""
+    """Yield the linear layers, with names, of a decoder or of some of its layers, but not those of LoRA adapters."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and "lora_" not in name:
             yield name.removesuffix(".base_layer"), layer

@@ -21,7 +21,8 @@ class LinearMap(nn.Linear):
     def initialize(self, slot_rms: float, embedding_rms: float) -> None:
         """Set the weight to a multiple of the identity that gives slots the root mean square of token embeddings.
 
-        The two can differ by a factor of 100, and a decoder learns to ignore inputs of an unusual size.
+        Slots and embeddings can differ in size by a factor of 100, and a decoder learns to ignore inputs of an unusual
+        size.
         """
         with torch.no_grad():
             nn.init.eye_(self.weight)
@@ -36,7 +37,7 @@ class TwoLayerMap(nn.Module):
     """The map W_2 GELU(W_1 z + b_1) + b_2 of each slot z.
 
     It is the MLP of ComprExIT, eq. 13, and W_psi of ArcAligner, eq. 1. ArcAligner says only "lightweight projector", so
-    we use xRAG's. One linear map is not enough, because the vectors of a sentence encoder are no rotation of the
+    we use xRAG's map. One linear map is not enough, because the vectors of a sentence encoder are no rotation of the
     decoder's embeddings, and the encoder is frozen, so that nothing before the map can learn the rest. The papers give
     neither the activation nor the inner width, which is here the width of the decoder.
 

@@ -186,7 +186,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
     def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
         """Read segments, given as token ids, and return a vector of each (`condense`), (segments, dim), on the CPU.
 
-        `question` is r_q (dim,). A forward pass has at most `batch_tokens` tokens. Without skimming it is (0, dim).
+        `question` is r_q (dim,). A pass has at most `batch_tokens` tokens. Without skimming the result is (0, dim).
         """
         done = [torch.zeros(0, self.dim)]
         rows = max(1, batch_tokens // self.config.segment_tokens)

@@ -109,10 +109,10 @@ class Job:
 def train(
     job: Job, optim: OptimConfig, output: Path, seed: int, resume: bool = True, deadline: float | None = None
 ) -> dict[str, Any]:
-    """Train a job's model, and return a report.
+    """Train a job's model, write `loss.json`, and return a report.
 
     Checkpoints go to `output/checkpoints`. An interrupted run resumes from the last one with the same data order,
-    learning rate and random state. `loss.json` is written. `deadline` is in seconds of `time.monotonic`, or None.
+    learning rate and random state. `deadline` is in seconds of `time.monotonic`; None sets no limit.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
     """
@@ -322,7 +322,7 @@ def _count(value: Any) -> int:
 def speed_report(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return device, tokens, and tokens per second, which is "unknown" if there are no data.
 
-    The speed is the median over the intervals between the log's `tokens` and `seconds`, which leaves out compiling.
+    The log's `tokens` and `seconds` are running sums. The speed is the median over its intervals, without compiling.
     """
     speeds = [
         (after["tokens"] - before["tokens"]) / (after["seconds"] - before["seconds"])

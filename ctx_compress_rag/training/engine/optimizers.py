@@ -62,7 +62,7 @@ def set_learning_rate(optimizers: list[Optimizer], optim: OptimConfig, step: int
 
 
 def rate_share(optim: OptimConfig, step: int) -> float:
-    """Return a step's learning rate as a share of the highest: it rises on a line, then falls by `schedule`."""
+    """Return a step's learning rate as a share of the highest: it rises linearly, then falls by `schedule`."""
     warmup = round(optim.warmup_ratio * optim.steps)
     if step < warmup:
         return step / warmup

@@ -1,4 +1,4 @@
-"""Packing: sequences of different lengths share rows of one length, so that a batch needs little padding; and the loss.
+"""Pack sequences of different lengths into rows of one length, with little padding, and compute the loss of the rows.
 
 Rows of one shape also suit compiled layers, which are compiled again for each new shape.
 """
@@ -110,7 +110,7 @@ class Packer:
     def add(self, ids: Tensor, targets: Tensor | None = None, kind: int = 0) -> int:
         """Place a sequence that `fits`, and return its first position in the concatenated rows.
 
-        `targets` is True at tokens to be predicted (None means none). Both have shape (L,).
+        `targets`, like `ids` of shape (L,), is True at tokens to be predicted; None means no token.
         """
         length = len(ids)
         row = self._row(length, self._used)

@@ -111,7 +111,7 @@ def step_of(checkpoint: Path) -> int:
 
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """Turn errors of torch and safetensors into an OSError that names `what`; on a full disk theirs do not say so."""
+    """Turn errors of torch and safetensors, which on a full disk do not say so, into an OSError that names `what`."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
-    """Make a decoder's adapters train as fast as the recipe allows; call it when the trained weights are chosen.
+    """Make a decoder's adapters train as fast as the recipe allows; call it after the choice of trained weights.
 
     `dynamic` says that batches differ in shape, and `saved` that frozen weights will be saved, so they are not rounded.
     """

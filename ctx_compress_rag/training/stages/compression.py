@@ -54,7 +54,7 @@ class RatioStep(Strict):
 
 
 class CompressionRecipe(Recipe):
-    """The settings that all stages share that train a compressor and its reader.
+    """The settings of every recipe that trains a compressor and its reader.
 
     Training starts from untrained weights for `decoder`, or from a `bundle`, which an earlier stage made or which is
     shipped under this name. What a recipe with a bundle leaves out (`name`, `reads`, `base_ratio`, `ratios`, `window`,

@@ -49,7 +49,7 @@ _AGAIN = 0.6  # share of repeated passages that are taken from those already enc
 
 
 class RepeatStep(Strict):
-    """A part of the training: from `step` on, this share of a batch's sequences repeats a passage; others answer."""
+    """A part of the training, from `step` on: `share` of a batch's sequences repeat passages, the others answer."""
 
     step: int = Field(ge=0)
     share: float = Field(ge=0, le=1)
