@@ -25,9 +25,8 @@ def agree(
 ) -> None:
     """Compare answers from slots and from text.
 
-    Needs no reference answers, because it shows what compression changes, not whether answers are right. The sentences
-    nearest to the question get as many tokens. The default ratios are those that the bundle was trained for and the
-    store can serve.
+    Needs no reference answers, because it shows what compression changes, not whether answers are right. The best
+    sentences get as many tokens. The default ratios are those that the bundle was trained for and the store can serve.
     """
     from ctx_compress_rag.data.examples import open_text
     from ctx_compress_rag.evaluation import agreement

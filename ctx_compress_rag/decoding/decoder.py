@@ -92,8 +92,7 @@ class Decoder:
             sampling: how tokens are chosen and when answers end.
 
         Raises:
-            ConfigError: a prompt is empty, malformed, or longer than the model's window, or the engine cannot do what
-                `sampling` asks for.
+            ConfigError: a prompt is empty, malformed or longer than the window, or the engine cannot do as asked.
             UnreadableMarkerError: a marker was changed or has another key or scope, and `on_unreadable` is "error".
             MissingPassageError: a marker's passage is not in the store, and `on_unreadable` is "error".
             PayloadError: a stored record is damaged, and `on_unreadable` is "error".

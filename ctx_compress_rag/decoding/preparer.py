@@ -181,8 +181,7 @@ class Preparer:
     ) -> dict[Marker, T]:
         """Return what `read` gets from the store for markers, in one call unless something is missing.
 
-        What is missing or damaged raises the store's error if `on_unreadable` is "error"; else it is left out with a
-        warning.
+        A missing or damaged passage raises the store's error if `on_unreadable` is "error", else it logs a warning.
         """
         if self.store is None or not markers:
             return {}

@@ -28,6 +28,7 @@ class Spliced:
     slot_mask: Tensor  # bool (batch, length), True at slots
 
     def model_inputs(self) -> dict[str, Tensor]:
+        """Return the batch as arguments of the decoder's `forward`."""
         return {
             "inputs_embeds": self.inputs_embeds,
             "attention_mask": self.attention_mask,

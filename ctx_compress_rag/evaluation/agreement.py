@@ -53,6 +53,7 @@ class Agreement:
 
     @property
     def label(self) -> str:
+        """Return the context's name, with its ratio if it has one."""
         return self.system if self.ratio is None else f"{self.system} {self.ratio}x"
 
 
@@ -97,8 +98,7 @@ def agreement(
 def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
     """Return at most `count` questions whose answers change, each at the finest ratio that changes its answer.
 
-    They are sorted by ratio, finest first, then by F1 with the full-text answer, lowest first. Best sentences do not
-    count.
+    The order is by ratio, finest first, then by F1 with full text's answer, lowest first. Best sentences do not count.
     """
     differing = [each for each in agreements if each.ratio is not None and each.system != EXTRACTED and not each.same]
     differing.sort(key=lambda each: (each.ratio, each.f1))
@@ -126,8 +126,7 @@ def table(agreements: Sequence[Agreement]) -> str:
 def advice(agreements: Sequence[Agreement]) -> str:
     """Return a sentence with the coarsest ratio whose answers agree with full text's as well as the finest ratio's.
 
-    With fewer than `FEWEST` questions, it says that they are too few, since nearly any ratio agrees as well within the
-    error.
+    With fewer than `FEWEST` questions, it says that they are too few, because nearly any ratio agrees within the error.
     """
     if (count := len({each.question for each in agreements})) < FEWEST:
         return f"{count} questions are too few to choose a ratio by: ask {FEWEST} or more."

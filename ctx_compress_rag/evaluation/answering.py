@@ -100,7 +100,7 @@ def answer(
     log: str | Path | None = None,
     **asking: Unpack[Asking],
 ) -> SystemAnswers:
-    """Return the answers of `systems` (FULL, NONE, those with a ratio, names of shorteners) to all questions."""
+    """Return each system's answers to all questions, at every ratio unless the system (FULL, NONE) has none."""
     check_ratios(bundle, ratios)
     about = conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])

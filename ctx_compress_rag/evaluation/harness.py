@@ -107,7 +107,7 @@ def scores_of(questions: Sequence[Question], answers: SystemAnswers) -> list[Sco
 
 
 def table(scores: Sequence[Score]) -> str:
-    """Return the scores as a Markdown table, ± one standard error, with declined questions if any have no answer."""
+    """Return the scores as a Markdown table, ± one standard error, with columns for declined questions if any exist."""
     rows = []
     for s in scores:
         row = {

@@ -84,6 +84,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as a PNG, and the folders above it; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

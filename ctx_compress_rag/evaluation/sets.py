@@ -37,8 +37,7 @@ class SetScores:
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
     """Return the questions of JSONL files, by file name without suffix, at most `limit` of each file, evenly spread.
 
-    A question with fewer than `passages` passages gets the passages of its file that are nearest to its own. Two files
-    of the same name raise DataError.
+    A question with too few passages gets the nearest ones of its file, up to `passages`. Equal names raise DataError.
     """
     sets: dict[str, list[Question]] = {}
     for file in files:

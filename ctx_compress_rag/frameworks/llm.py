@@ -21,10 +21,10 @@ from ctx_compress_rag.text.templates import messages
 
 
 class DecoderLLM(SamplingOptions, EngineOptions):
-    """The base and the options of a framework's LLM class; it comes before the framework's own base class.
+    """The base and options of a framework's LLM class, listed before the framework's own base class.
 
     Other options are those of the engine (see `EngineOptions`) and of an answer (see `SamplingOptions`). Options of an
-    answer can also be given at each call. `max_tokens` is by default 512, or that of an imported bundle's training.
+    answer can also be given at each call. `max_tokens` is by default 512, or as in the training of an imported bundle.
     `extractive` is by default what the bundle answers best with (`BundleConfig.extractive`), except for JSON and on a
     server; set it to False for summaries and rewritten questions.
 

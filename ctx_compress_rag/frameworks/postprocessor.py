@@ -13,7 +13,7 @@ from ctx_compress_rag.strict import check_known, explain
 
 
 class MarkingPostprocessor(BaseModel):
-    """The base and the options of a framework's postprocessor; it comes before the framework's own base class.
+    """The base and options of a framework's postprocessor class, listed before the framework's own base class.
 
     A passage is looked up in the store by its id, then by its text, so the retriever and the store need not use the
     same ids. With a RAM bundle, the segments that the question needs stay text, and markers stand for the rest of a
@@ -29,8 +29,7 @@ class MarkingPostprocessor(BaseModel):
         text_share: the share of this budget, 0 to 1, for the sentences nearest to the question (MiniLM), as text. The
             rest is for slots of the most relevant passage, which is the first if there are no scores; passages with no
             share are dropped. 0 shows every passage as slots. None shows the share with which the bundle answers best
-            (`BundleConfig.text_share`) if there are several passages, a question, and the extra `sentences`, else
-            slots.
+            (`BundleConfig.text_share`), given several passages, a question and the extra `sentences`; else slots.
         on_missing: what to do with each passage that the store lacks, has with another text, or has damaged. "compress"
             compresses and stores the passage, or keeps its text with a warning if that is impossible. "error" raises.
             "text" keeps the text. See `ctx_compress_rag.marking.mark.OnMissing`.

@@ -1,7 +1,6 @@
 """Close connections that send no request, so that they do not keep other clients out.
 
-uvicorn does not limit how long a request's head (first line and headers) takes, and refuses new connections above a
-limit.
+uvicorn lets a request's head (first line and headers) take any time, and its limit of connections refuses new ones.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _BODY_SECONDS = 60
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask of the server; a limit below 1 raises ConfigError."""
+    """Limits of what clients may ask of the server; a limit below 1 raises ConfigError."""
 
     body_bytes: int = 4 << 20
     requests: int = 256  # at a time, of all clients; further ones get status 429

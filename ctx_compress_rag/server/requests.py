@@ -109,6 +109,7 @@ class ChatMessage(_Request):
         return self
 
     def as_message(self) -> Message:
+        """Return the message as a decoder's chat template takes it."""
         return {"role": _ROLES.get(self.role, self.role), "content": "".join(part.text for part in self.content or ())}
 
 
@@ -152,6 +153,7 @@ class ChatCompletion(Generate):
         return own
 
     def prompt(self) -> list[Message]:
+        """Return the messages as a decoder's chat template takes them."""
         return [message.as_message() for message in self.messages]
 
 

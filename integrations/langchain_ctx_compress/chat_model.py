@@ -40,7 +40,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     `usage_metadata` counts a slot as one token. `response_metadata` has the number of `slots`, and in `logprobs` the
     log-probabilities in OpenAI's format.
 
-    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of sampling can also be
+    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of an answer can also be
     given at each call, as in `model.bind(temperature=0.7)` or `model.invoke(x, top_k=5)`.
 
     Args:

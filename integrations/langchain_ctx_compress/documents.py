@@ -23,7 +23,7 @@ class CompressedDocument(Document):
 
     @classmethod
     def lc_id(cls) -> list[str]:
-        """Return the name of the plain document, as which a saved document is loaded."""
+        """Return the plain document's id, so that a saved document is loaded as a plain one."""
         return Document.lc_id()
 
     @property

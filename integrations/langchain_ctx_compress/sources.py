@@ -20,8 +20,8 @@ Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 def restore_sources(documents: Sequence[Document], store: SoftContextStore, scope: str | None = None) -> list[Document]:
     """Return copies of an answer's documents, as the retriever found them, with texts, ids, and metadata with scores.
 
-    Restoring twice is the same as once. A document that was saved and loaded again has only what its marker stands for,
-    and its sentences.
+    Restoring twice is the same as once. A saved and loaded document gives back only its sentences and its marker's
+    text.
 
     Args:
         documents: what the postprocessor returned, such as `result["context"]` of a retrieval chain.

@@ -132,9 +132,11 @@ class LlamaCppContext:
         return self._decode(ids, place, number, np.ones(len(ids), dtype=bool))
 
     def drop(self, number: int) -> None:
+        """Empty one sequence."""
         self._llama.llama_memory_seq_rm(self._memory, number, -1, -1)
 
     def clear(self) -> None:
+        """Empty all sequences."""
         self._kept = []
         self._llama.llama_memory_clear(self._memory, True)
 

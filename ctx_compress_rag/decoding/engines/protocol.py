@@ -37,13 +37,11 @@ class EngineOptions(BaseModel):
 
 
 class Engine(Protocol):
-    """An object that turns prompts into answers, for any number of threads at a time.
-
-    `identity` is what answers depend on besides bundle, prompt and sampling, for caches of answers.
-    """
+    """An object that turns prompts into answers, for any number of threads at a time."""
 
     @property
-    def identity(self) -> Mapping[str, str]: ...
+    def identity(self) -> Mapping[str, str]:
+        """Return what answers depend on besides bundle, prompt and sampling, for caches of answers."""
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True

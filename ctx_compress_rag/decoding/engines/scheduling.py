@@ -82,13 +82,14 @@ class Group(ABC):
         return len(running) < row.most
 
     def next(self) -> Request | None:
-        """Return the next request, of the scope with fewest running ones; None if none waits or there is no room."""
+        """Return the next request, from the scope with the fewest running ones; None if there is none or no room."""
         running = [*self.rows, *self.new]
         busy = Counter(row.scope for row in running)
         row = min(self.waiting, key=lambda each: busy[each.scope], default=None)
         return row if row is not None and self.has_room(row, running) else None
 
     def admit(self) -> None:
+        """Move waiting requests to the new ones while there is room."""
         while (row := self.next()) is not None:
             self.waiting.remove(row)
             if not row.canceled.is_set():
@@ -149,6 +150,7 @@ class Scheduler:
                 thread.start()
 
     def check_open(self) -> None:
+        """Raise ConfigError if this scheduler was closed."""
         if self._closed:
             raise _closed()
 

@@ -51,7 +51,7 @@ class TransformersEngine:
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """Start to answer as `protocol.Engine.begin` says; in a thread that holds the model's lock, answer at once."""
+        """Start to answer, as `protocol.Engine.begin` says; if this thread locked the model, first end all answers."""
         backbone, canceled = self._bundle.backbone, threading.Event()
         tokenizer, settings = self._bundle.tokenizer, backbone.generation_config
         window, device = backbone.window, backbone.device

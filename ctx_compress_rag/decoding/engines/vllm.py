@@ -86,6 +86,7 @@ class VllmEngine:
         return cancel
 
     def close(self) -> None:
+        """Close the connections."""
         asyncio.run_coroutine_threadsafe(self._client.close(), _loop()).result()
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:

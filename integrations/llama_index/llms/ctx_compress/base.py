@@ -53,7 +53,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     markers are answered by the bundle's full-text decoder. The async methods let the event loop run. If a task is
     canceled or a stream is closed early, the decoder stops after the token in progress.
 
-    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of sampling can also be
+    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of an answer can also be
     given at each call, as in `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
     `response.logprobs[i]` has the log-probability of token `i` first, then those of the likeliest others at its place.
 
@@ -175,7 +175,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         return await LLM.apredict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
     def _held_to(self, schema: dict[str, Any] | None) -> Self:
-        """Return this LLM with every answer held to a JSON schema; None holds answers to nothing."""
+        """Return this LLM with every answer held to a JSON schema; None changes nothing."""
         if schema is None:
             return self
         other = self.model_copy()

@@ -38,7 +38,7 @@ class CompressedTextNode(TextNode):
 
     @classmethod
     def class_name(cls) -> str:
-        """Return the plain node's name, as which a saved node is loaded."""
+        """Return the plain node's name, so that a saved node is loaded as a plain one."""
         return TextNode.class_name()
 
     @classmethod
