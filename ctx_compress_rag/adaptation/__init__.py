@@ -1,1 +1,1 @@
-"""Adapting a decoder to a few demonstrations in one forward pass (RAG-GD)."""
+"""Adapt a decoder to a few demonstrations in one forward pass (RAG-GD)."""

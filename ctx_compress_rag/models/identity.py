@@ -48,6 +48,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def digest_in_memory(model: Any, tokenizer: Any) -> str:
+    """Return what `files_digest` would return for the folder that this decoder is saved into."""
     with TemporaryDirectory() as folder:
         write_decoder(model, tokenizer, Path(folder))
         return files_digest(Path(folder))

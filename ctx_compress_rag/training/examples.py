@@ -43,6 +43,7 @@ def load_texts(recipe: Recipe) -> list[Example]:
 
 
 def recited(passage: str) -> Example:
+    """Return an example without a question, whose answer is the passage itself."""
     return Example((passage,), (Turn("", (passage,)),))
 
 

@@ -33,6 +33,7 @@ _MAY_CHANGE = {
 
 
 def refuse_another(recipe: BaseRecipe) -> None:
+    """Raise a ConfigError if the output folder holds checkpoints of a training with other settings or files."""
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
     if not file.exists() or not complete_checkpoints(recipe.output):

@@ -93,7 +93,7 @@ class RepeatingExample(Example):
 def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
     """Draw passages of each batch to repeat, and add each to the batch's first example that has it.
 
-    They are drawn for whole batches, so that micro-batches and processes change nothing.
+    Passages are drawn for whole batches, so that micro-batches and processes change nothing.
     """
     made = []
     for begin in range(0, len(examples), batch_size):

@@ -138,7 +138,7 @@ class PackedSlotLoss(SlotObjective):
 
 @torch.no_grad()
 def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[str, float]:
-    """Return the cross-entropy a token of the beginnings of passages, repeated from slots: does the decoder read them?
+    """Return the cross-entropy per token when the decoder repeats the beginnings of passages, for three kinds of slots.
 
     Returns: "right", from the passage's own slots; "wrong", from the next passage's; "none", without slots.
     """
