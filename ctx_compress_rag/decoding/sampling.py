@@ -90,7 +90,7 @@ class Sampling(SamplingOptions):
 def with_defaults(
     given: Mapping[str, Any], config: BundleConfig, *, max_tokens: int, extractive: bool
 ) -> dict[str, Any]:
-    """Return the options `given` with defaults; JSON is not extractive, and it is short if the bundle quotes best."""
+    """Return the options `given` with defaults; JSON is not extractive, and short if quotations suit the bundle."""
     is_json = given.get("json_schema") is not None
     if is_json and config.extractive:
         max_tokens = min(max_tokens, json_tokens(config.name))

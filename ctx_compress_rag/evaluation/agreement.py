@@ -40,11 +40,11 @@ class Agreement:
     question: str
     system: str  # what the decoder was given in place of full text
     ratio: int | None  # source tokens per slot; None if the decoder was given no context
-    full_text: str  # the answer from it
-    answer: str  # from less
+    full_text: str  # the answer from full text
+    answer: str  # the answer from less context
     f1: float  # token F1 of `answer` against `full_text`, 0 to 1
     prompt_tokens: int  # a slot counts as one
-    full_text_tokens: int
+    full_text_tokens: int  # of the prompt with full text
 
     @property
     def same(self) -> bool:

@@ -45,7 +45,7 @@ class Answers:
 
     texts: list[str]
     prompt_tokens: list[int]  # a slot counts as one
-    stored_bytes: float | None  # mean of a passage's slots; None if nothing is stored
+    stored_bytes: float | None  # mean size of a passage's slots; None if nothing is stored
 
 
 class Asking(TypedDict, total=False):
@@ -147,7 +147,7 @@ class Prompts:
     store: SoftContextStore
     template: str
     shorteners: Mapping[str, Shortener] = field(default_factory=dict)
-    ids: Mapping[str, str] = field(default_factory=dict)  # of passages in the store, by their texts; else their hash
+    ids: Mapping[str, str] = field(default_factory=dict)  # by passages' texts; others have their hash as id
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _near: dict[Question, list[list[Sentence]]] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Prompts:
         return prompt_of(self.template, self._texts(*key, q), q.question)
 
     def make_anew(self, key: Key, q: Question) -> list[Message]:
-        """Return what `make` does, computed as for a new question; only the token budget and passages' scores stay."""
+        """Return what `make` does, computed as for a new question; only the budget and the passages' scores remain."""
         self._near.pop(q, None)
         return self.make(key, q)
 

@@ -31,7 +31,7 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
 
 
 def extract(near: Sequence[Sequence[Sentence]], tokens: Callable[[str], Sequence[int]], budget: int) -> list[str]:
-    """Return the sentences nearest to the question that fit, in the order of the text; the first beyond that is cut."""
+    """Return the sentences nearest to the question that fit, in the text's order; the first that does not is cut."""
 
     def count(shown: Sequence[Shown]) -> int:
         return len(tokens(PASSAGE_SEPARATOR.join(each.text for each in shown if each.text)))

@@ -38,7 +38,7 @@ class Score:
     exact_match_error: float
     f1: float
     f1_error: float
-    contains: float
+    contains: float  # share of answers that contain an accepted answer
     normalized: Interval | None  # teacher-normalized F1 with its 95 % bootstrap interval
     prompt_tokens: float  # a slot counts as one
     declined: float | None  # of the questions without an answer; None if there are none

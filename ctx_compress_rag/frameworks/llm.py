@@ -1,4 +1,4 @@
-"""Share one decoder, its scope, and copies within the process among the LLM classes of all frameworks."""
+"""Define the base of all frameworks' LLM classes, with one decoder, its scope, and copies within the process."""
 
 from __future__ import annotations
 

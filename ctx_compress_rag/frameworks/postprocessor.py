@@ -1,4 +1,4 @@
-"""Share options and checks among the postprocessors of all frameworks."""
+"""Define the base of all frameworks' postprocessors, with their options and checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MarkingPostprocessor(BaseModel):
     Args:
         store: the store of the soft contexts.
         ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, how
-            many times shorter all passages together become, 2 or more; None takes the smallest it was trained for.
+            many times shorter all passages together become, 2 or more; None takes the bundle's smallest ratio.
         token_budget: in place of a ratio, the most tokens for all passages of a question together, with slots, text and
             the blank lines between passages, as the LLM counts them. Metadata and template are not counted. A ratio
             stands for the budget that all passages would take at this ratio.
@@ -40,8 +40,8 @@ class MarkingPostprocessor(BaseModel):
         ConfigError: an argument is unknown or has an impossible value, or both a ratio and a budget are given; at a
             call, a RAM bundle or a `text_share` gets no question, or a score is not a number.
         RatioError: the ratio cannot be made from what is stored; at a call, the budget is too small.
-        ConfigError, MissingPassageError, PayloadError: at a call, `on_missing` is "error", and the store cannot stand
-            in for a passage.
+        ConfigError, MissingPassageError, PayloadError: at a call, `on_missing` is "error", and a passage is
+            missing, damaged, or cannot be stored.
         StoreError: at a call, the store cannot be reached.
     """
 

@@ -17,8 +17,8 @@ HEAD_BYTES = 1 << 16
 class LimitedProtocol(H11Protocol):
     """A connection of the server, which closes if a request's head does not arrive in time."""
 
-    head_seconds = 20.0  # that a request's head may take
-    most = 1024  # connections; one more closes that which has been silent for longest
+    head_seconds = 20.0  # most seconds that a request's head may take
+    most = 1024  # connections; one more closes the connection that is silent for longest
 
     def connection_made(self, transport: Any) -> None:
         """Close the connection that is silent for longest if there are too many, and wait for a request's head."""

@@ -101,7 +101,7 @@ class LlamaCppContext:
                 raise ConfigError(f"a token is not one of the decoder's {self._vocabulary}")
 
     def read(self, prompts: Sequence[tuple[int, Prompt]]) -> Tensor:
-        """Read prompts that `check` has admitted, each into the empty sequence of its number.
+        """Read each prompt, which `check` has admitted, into the empty sequence of the number beside the prompt.
 
         Shape: -> (prompts, vocabulary), the scores of the token after each prompt
         """

@@ -42,7 +42,7 @@ class Request:
     answering: Answering
     put: Put
     canceled: threading.Event  # set when the answer is no longer wanted
-    most: int  # requests in one of its passes
+    most: int  # requests in a pass with this one
     scope: str | None = field(default_factory=current_scope)  # scopes take turns
 
     @property
