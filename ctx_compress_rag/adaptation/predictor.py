@@ -56,8 +56,7 @@ class UpdatePredictor(nn.Module):
     def calibrate(self, pooled: Tensor, wanted: Mapping[str, Tensor]) -> None:
         """Measure mean, spread and gains on some contexts, so that first updates have about the norms of their targets.
 
-        The norms are equal in the geometric mean. `wanted` holds the norms of gradient descent's updates, by
-        projection: (contexts,).
+        The norms are equal in the geometric mean. `wanted` holds the targets' norms by projection, (contexts,).
         """
         self.center.copy_(pooled.mean(dim=0))
         spread = pooled.std(dim=0, correction=0)

@@ -75,9 +75,11 @@ class Batches:
         return [self.tasks.draw(number, self.demonstrations, self.seed) for number in numbers]
 
     def queries(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of `RetrievalAdapterLoss` for the queries of these episodes."""
         return {"rows": rows_of(self.decoder, [episode.query for episode in self._episodes(numbers)])}
 
     def contexts(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of `MatchingLoss` for the support contexts of these episodes."""
         whole = self._episodes(numbers)
         return {
             "numbers": numbers,

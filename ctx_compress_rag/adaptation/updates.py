@@ -25,6 +25,7 @@ class GradientUpdate:
     b: dict[str, Tensor]
 
     def adapted(self) -> Adapter:
+        """Return the base adapter as gradient descent left it, with a row for each context."""
         return Adapter(
             {n: self.base.a[n] + change for n, change in self.a.items()},
             {n: self.base.b[n] + change for n, change in self.b.items()},

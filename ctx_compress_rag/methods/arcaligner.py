@@ -178,8 +178,7 @@ class ArcAlignerReader(Reader):
     positions beyond the mask are text.
 
     The last layer's states at slots are read only by predictions at slots. If text follows the slots, as in every
-    prompt with a question, the last layer's gate learns nothing and its loops change nothing; `gated_layers` may leave
-    it out.
+    prompt with a question, the last layer's gate has no effect; `gated_layers` may leave it out.
 
     Dropout in the LoRA, and eq. 7 in place of the hard gate, are used only in training mode with gradients enabled.
 

@@ -16,8 +16,7 @@ def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert matrices to int8 with a float16 scale for each row, and everything else to float16.
 
     The largest entry of a row becomes 127 or -127, and no entry moves by more than half a step of its row. A matrix
-    that moves by more than 2% in all stays in float16, such as one near the identity, whose small entries are less than
-    a step.
+    that moves by more than 2% in all stays in float16, as one near the identity, whose small entries are below a step.
     """
     stored: dict[str, Tensor] = {}
     for name, value in state.items():

@@ -47,6 +47,7 @@ class Part(nn.Module, ABC):
         return {name: p for name, p in self.named_parameters() if p is not shared}
 
     def saved_state(self) -> dict[str, Tensor]:
+        """Return the tensors that a bundle stores for this part, by name, on the CPU."""
         return {name: p.detach().cpu().contiguous() for name, p in self.saved_parameters().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:

@@ -21,8 +21,7 @@ class LinearMap(nn.Linear):
     def initialize(self, slot_rms: float, embedding_rms: float) -> None:
         """Set the weight to a multiple of the identity that gives slots the root mean square of token embeddings.
 
-        Slots and embeddings can differ in size by a factor of 100, and a decoder learns to ignore inputs of an unusual
-        size.
+        Slots and embeddings can differ in size 100 times, and a decoder learns to ignore inputs of an unusual size.
         """
         with torch.no_grad():
             nn.init.eye_(self.weight)
@@ -72,8 +71,7 @@ class TwoLayerMap(nn.Module):
 class Wrap(nn.Module):
     """Learned vectors around the slots of a passage, the same for every passage.
 
-    They are vectors and not tokens of the prompt, so that they surround a passage anywhere in a prompt, and so that the
-    decoder needs no new tokens.
+    Vectors, unlike tokens of the prompt, surround a passage wherever it stands, and need no new tokens.
     """
 
     def __init__(self, config: WrapConfig, dim: int) -> None:

@@ -68,6 +68,7 @@ class Segments:
         return [len(ids) for ids in self.ids]
 
     def span(self, run: Run) -> tuple[int, int]:
+        """Return where the text of a run begins and ends in the passage."""
         return self.bounds[run.start], self.bounds[run.end]
 
     def text_of(self, run: Run) -> str:

@@ -132,6 +132,7 @@ class PackedSlotLoss(SlotObjective):
             return {"loss": packed_loss(model, prompts, inputs_embeds=inputs)}
 
     def measure(self) -> dict[str, float]:
+        """Return `reading_losses` of the measured passages, for the log."""
         with torch.compiler.set_stance("force_eager"):
             return reading_losses(self.bundle, self.measured, self.bundle.config.base_ratio)
 
@@ -169,8 +170,7 @@ def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class PackedSlotData(Dataset[PackedSlots]):
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
-    Each batch takes the next examples, again and again. `texts` are passages to repeat, besides those that are already
-    encoded for the questions of the batch.
+    Each batch takes the next examples, again and again. `texts` are further passages to repeat.
     """
 
     builder: PromptBuilder
