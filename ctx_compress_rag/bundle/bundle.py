@@ -107,7 +107,7 @@ class Bundle(PlainDecoder):
         Args:
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
             device: where to put the bundle; None chooses CUDA, MPS or the CPU, in that order.
-            revision: a hub revision (None: the newest); refused for a folder or a shipped name, which have none.
+            revision: a hub revision (None: the newest); must be None for a folder or a shipped name.
             changes: settings that replace those of the stored config, for a further stage of training;
                 the stored weights must fit the new settings.
             dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. The fingerprint
@@ -313,7 +313,7 @@ class Bundle(PlainDecoder):
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
-        """Return a soft context as input embeddings (`positions(slots)`, dim) in the decoder's dtype, on its device."""
+        """Return a soft context as input embeddings (`positions(slots)`, dim), with the decoder's dtype and device."""
         device = self.backbone.device
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded.to(self.backbone.dtype)
@@ -332,7 +332,7 @@ def load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
 
 
 def add_teacher(backbone: Backbone, folder: Path) -> None:
-    """Add the peft adapter in `folder` to a decoder, as its full-text teacher. Raise BundleError if there is none.
+    """Add the peft adapter in `folder` to a decoder, as full-text teacher. Raise BundleError if it holds no adapter.
 
     The adapter is loaded with the decoder's weights, and raises BundleError then if it does not fit the decoder.
     """

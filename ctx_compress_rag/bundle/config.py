@@ -55,8 +55,8 @@ class BundleConfig(Strict):
         answer_tokens: number of tokens of the longest answer in training.
         extractive: whether the bundle answers best by quoting (`Sampling.extractive`), which is then the default of
             commands and LLM classes.
-        decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if `decoder` is on the hub (then
-            its commit identifies it) or a GGUF file (then the file's own SHA-256 does).
+        decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if the decoder is on the hub (then
+            the commit identifies the decoder) or a GGUF file (then the file's SHA-256 does).
         text_share: the share (0 to 1) of the budget for several passages to spend on sentences as text, as measured
             for the bundle (see `marking.mark.mark`); None shows each passage as slots.
         separator: the text between two passages in a prompt.

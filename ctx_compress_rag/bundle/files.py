@@ -159,7 +159,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return a file's tensors by name, unpacked from 8 bits. Raise BundleError if it is missing or damaged."""
+    """Return a file's tensors by name, unpacked from 8 bits. Raise BundleError if the file is missing or damaged."""
     try:
         tensors = from_int8(load_file(path))
     except FileNotFoundError:

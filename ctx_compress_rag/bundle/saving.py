@@ -87,7 +87,7 @@ def _save_decoder(bundle: Bundle, folder: Path, pack: Pack, *, int8: bool) -> No
 
 
 def _exact(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert each tensor to two bytes only if that is exact: teachers and imported weights stay as they were given."""
+    """Convert a tensor to two bytes only if that is exact, because teachers and imported weights stay as given."""
     return {name: _halved(value) for name, value in state.items()}
 
 

@@ -32,7 +32,7 @@ class Fit:
         self._most = _FOREIGN * self._tokens(_ENGLISH) / len(_ENGLISH)
 
     def look(self, passage: Passage) -> None:
-        """Check a passage, and keep its id if the bundle reads it badly."""
+        """Check a passage, and keep its id if the bundle reads the passage badly."""
         if self._tokens(passage.text) > self._bundle.config.max_tokens:
             self._long.append(str(passage.id))
         if self._is_foreign(passage.text):

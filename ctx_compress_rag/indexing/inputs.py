@@ -140,7 +140,7 @@ class _Row(BaseModel):
 
 
 class Jsonl(Input):
-    """A file with one text per line, as `{"text": ..., "id": ...}`. Without an id, a hash of the text is its source."""
+    """A file with one text per line, as `{"text": ..., "id": ...}`. Without an id, the source is a hash of the text."""
 
     def texts(self) -> Iterator[Text]:
         with self.path.open("rb") as file:
@@ -168,7 +168,7 @@ def as_text(path: str) -> str:
 
 
 def open_input(path: str | Path) -> Input:
-    """Return the input in a folder or a JSONL file. Raise DataError if it is missing or holds no file to read."""
+    """Return the input in a folder or a JSONL file. Raise DataError if there is none or it cannot be read."""
     if not str(path):
         raise DataError("the path to index is empty: give a folder or a file")  # Path("") is the current folder
     path = Path(path)

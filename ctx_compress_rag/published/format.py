@@ -40,10 +40,12 @@ class Format(ABC):
     caution: str = ""  # what the user has to check, because the files do not say it
 
     def license(self, checkpoint: Checkpoint) -> str:
+        """Return the name of a checkpoint's license."""
         return checkpoint.license
 
     @abstractmethod
-    def matches(self, checkpoint: Checkpoint) -> bool: ...
+    def matches(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint has this format, by its file names and JSON."""
 
     @abstractmethod
     def files(self, checkpoint: Checkpoint) -> list[str]:
@@ -54,14 +56,14 @@ class Format(ABC):
         """Return the decoder's transformers folder, `given` by the user, or else the one that the checkpoint names."""
 
     def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
-        """Return the transformers folder, `given` or named, of an encoder with its own weights, or None without one."""
+        """Return the transformers folder of an encoder that has its own weights (`given` or named), else None."""
         if given is not None:
             raise ConfigError(f"encoder={given!r}: {checkpoint} needs no other encoder: leave it out")
         return None
 
     @abstractmethod
     def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
-        """Convert a checkpoint. Raise BundleError if it lacks something, or does not fit the decoder."""
+        """Convert a checkpoint. Raise BundleError if a part is missing, or the checkpoint does not fit the decoder."""
 
 
 class DecoderWithoutWeights(Backbone):

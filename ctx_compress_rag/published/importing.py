@@ -47,7 +47,7 @@ class Import:
     ) -> Import:
         """Recognize a checkpoint, given by hub id (its commit is pinned) or folder. Only small files are downloaded.
 
-        `subfolder` is the checkpoint's place there. `decoder` and `encoder` replace those that the checkpoint names.
+        `subfolder` is the checkpoint's folder in `name`. `decoder` and `encoder` replace those that it names itself.
         """
         from transformers import AutoModel
 

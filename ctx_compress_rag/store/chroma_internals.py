@@ -51,7 +51,7 @@ def client_of(collection: chromadb.Collection) -> ClientAPI:
 
 
 def check_not_forked() -> None:
-    """Raise StoreError in a child process whose parent had opened an embedded Chroma before it forked.
+    """Raise StoreError in a child process whose parent had opened an embedded Chroma before the fork.
 
     Chroma's threads do not exist in the child, but the locks that they held stay locked there. So a new engine hangs in
     the child, even if the parent's engine was closed.

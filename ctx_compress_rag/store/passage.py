@@ -187,7 +187,7 @@ def listed_passages(
 ) -> list[Passage]:
     """Return a passage with an id for each document (see `checked_passage`) or each record of a Chroma collection.
 
-    Raises ConfigError if one of them is not valid, or if the numbers of ids and documents differ.
+    Raises ConfigError if a document or record is not valid, or if the numbers of ids and documents differ.
     """
     if isinstance(documents, chromadb.Collection):
         documents = passages_in(documents)

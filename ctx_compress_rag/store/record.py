@@ -1,7 +1,7 @@
 """The record of a passage, as the metadata of a Chroma record.
 
-The text is a deflated metadata string: Chroma keeps such a string twice, and a `document` about nine times because
-of its full-text index (measured: 11 kB for 1.2 kB of text), which is not needed here.
+The text is a deflated metadata string, because Chroma keeps such a string twice, but a `document` about nine times
+for its full-text index (measured: 11 kB for 1.2 kB of text), which is not needed here.
 
 A record is signed, so that nobody without the key can change it unnoticed. The signature covers hashes of text and
 payload, so that the text can still be read if the payload is damaged.
@@ -50,7 +50,7 @@ class Record:
     def of(
         cls, id: str, passage: Passage, soft: SoftContext, sentences: str, codec: str, marker: str, fingerprint: str
     ) -> Record:
-        """Return the unsigned record of a passage. Raise PayloadError, with its id, if the codec cannot hold `soft`."""
+        """Return the unsigned record of a passage. Raise PayloadError, with the id, if the codec cannot hold `soft`."""
         try:
             payload = codecs.encode(soft, codec)
         except PayloadError as error:

@@ -246,7 +246,7 @@ class Records(Collection):
         return self.matching(field, {key: digest(self._bundle.fingerprint, key, passages[key]) for key in passages})
 
     def _verified(self, id: str, row: Row) -> Record:
-        """Return the record in a row. Raise PayloadError, with its id, if it was changed or signed with another key."""
+        """Return the record in a row. Raise PayloadError if the record was changed or signed with another key."""
         record = Record.read(id, row)
         record.check_signature(id, self.signer, self.name)
         return record

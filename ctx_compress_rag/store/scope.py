@@ -1,7 +1,7 @@
 """The ids of records, which depend on the scope, so that no tenant overwrites or reads another tenant's passage.
 
-A passage is stored under its id prefixed with the scope's digest. It can be read and overwritten only in its scope, but
-passages of the default scope can be read in every scope.
+A passage is stored under its id prefixed with the scope's digest. A scope can read and overwrite its own passages, and
+read those of the default scope.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def pack(vectors: Vectors) -> str:
 
 
 def unpack(packed: str, count: int) -> Vectors | None:
-    """Return the vectors (count, 384) that `pack` wrote, or None if it wrote none or another number of them."""
+    """Return the vectors (count, 384) that `pack` wrote, or None if `pack` wrote another number of vectors, or none."""
     if not packed:
         return None
     vectors: Vectors = decode(packed).slots.numpy()

@@ -69,9 +69,8 @@ class SoftContextStore(ProcessBound):
         collection: name of the app's collection (it need not exist), to which `-ctx` is added for the soft contexts;
             ignored if `location` is a collection.
         codec: "int8" (the default) or "fp16" for a new store; an existing store keeps its own.
-        ratio: source tokens per slot in a new store; None takes the bundle's base ratio. An existing store
-            keeps its own. Coarser ratios can be requested later if the bundle's method can merge slots (mean pooling),
-            otherwise only the store's ratio.
+        ratio: source tokens per slot in a new store; None takes the bundle's base ratio. An existing store keeps its
+            own. Coarser ratios can be requested later if the bundle's method can merge slots (mean pooling).
         key: secret that signs markers and records, at least 16 bytes; None takes the first that `key.StoreKey` finds.
         scope: tenant or user of calls that name none, outside of `marker.scope`.
         lock_timeout: seconds that a write waits for other writes, 0 or more.

@@ -62,7 +62,7 @@ class _Call:
 
 
 def shielded(function: Callable[P, T]) -> Callable[P, T]:
-    """Run each call of a function in a new thread, or directly if it comes from such a thread or none can be started.
+    """Run each call in a new thread, or directly if the caller is in such a thread or no thread can be started.
 
     If the caller is interrupted, the call goes on, and can ask `caller_gone` whether to stop.
     """

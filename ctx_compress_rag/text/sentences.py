@@ -66,7 +66,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
 
 
 def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: str) -> Iterator[_Start]:
-    """Yield where sentences begin. One that shares its only token with the sentence before is part of that sentence."""
+    """Yield where sentences begin. A sentence that shares its only token with the one before is part of that one."""
     # The splitter returns runs of white space as separate sentences.
     lengths = [(len(part), bool(part.strip())) for part in sentences(text, language)]
     ends = accumulate(length for length, _ in lengths)

@@ -1,4 +1,4 @@
-"""Tokenize the text of users and documents without control tokens, whatever it spells.
+"""Tokenize the text of users and documents without control tokens, whatever the text spells.
 
 Chat formats write roles as control tokens, such as `<|system|>` or `</s>`, and a tokenizer makes a control token
 wherever a text spells one. In a question, a passage or metadata the letters must stay text. So such a text is cut
