@@ -33,7 +33,7 @@ class GradientUpdate:
         )
 
     def change(self) -> Adapter:
-        """Return the change of each projection's weight, W^(K) - W0, which is eq. 8's update, at twice the base's rank.
+        """Return the change of each projection's weight after K steps, W^(K) - W0 (RAG-GD, eq. 8), at twice the rank.
 
         The steps move the factors, and the product moves by
             s (b + db)(a + da) - s b a = s [db, b] @ [a + da; da].

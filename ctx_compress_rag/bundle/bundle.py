@@ -205,7 +205,7 @@ class Bundle(PlainDecoder):
 
     @property
     def teacher_digest(self) -> str:
-        """64 hex digits that identify the full-text teacher's adapter, in any precision; "" if there is no adapter."""
+        """64 hex digits that identify the full-text teacher's adapter, whatever its dtype; "" if it has none."""
         if TEACHER not in self.backbone.adapters:
             return ""
         if self._folder is None or self.backbone.loaded:

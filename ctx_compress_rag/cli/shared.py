@@ -100,7 +100,7 @@ def check_apart(**options: object) -> None:
 
 
 def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
-    """Return the options of an engine that were given (are not None); the key is for servers alone."""
+    """Return the options that are not None; leave out `server_key` if `engine` is not a server's address."""
     key = server_key if engine.startswith("http") else None
     return {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
 

@@ -28,7 +28,7 @@ class Served:
 
 
 def plain_reader(bundle: Bundle, engine: str) -> Reader:
-    """Return the bundle's reader; raise ConfigError if it changes the decoder's layers, which `engine` cannot do."""
+    """Return `bundle.reader`; raise ConfigError if it changes the decoder's layers, which `engine` cannot do."""
     if type(bundle.reader) is not Reader:
         raise ConfigError(
             f"bundle {bundle.config.name!r}: {bundle.config.method.name} changes the decoder's layers as it reads, "

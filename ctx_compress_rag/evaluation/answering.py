@@ -121,7 +121,7 @@ def keys_of(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
 def each_store(
     bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int], **asking: Unpack[Asking]
 ) -> Iterator[tuple[list[int], Prompts]]:
-    """Yield the ratios that a store serves, and its maker of prompts, for stores that together serve all ratios."""
+    """Yield groups of ratios; for each, fill a store with the passages and yield what makes prompts from that store."""
     # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
     shared = all(map(bundle.can_read, ratios))
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:

@@ -45,7 +45,7 @@ def cut_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
 
 
 def join_cache(cache: Any, new: Any, length: int) -> None:
-    """Append the rows of another DynamicCache; both are padded on the left to `length` positions.
+    """Pad two DynamicCaches on the left to `length` positions, and append the rows of the second to the first.
 
     If memory runs out, some layers have the new rows and some have not; `cut_cache` then removes them.
     """

@@ -125,7 +125,7 @@ class Generate(_Request, SamplingOptions):
     stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, limits: Limits, config: BundleConfig, extractive: bool = False) -> Sampling:
-        """Return how to answer within the server's limits; `extractive` is the default, but for answers in JSON."""
+        """Return the options of the answer; `extractive` holds for requests that leave it out and ask for no JSON."""
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
         options = with_defaults(given, config, max_tokens=limits.answer_tokens, extractive=extractive)

@@ -99,7 +99,7 @@ class PromptBuilder:
         return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).fill([])
 
     def holed_prompt(self, example: Example, template: str, context: str | None = None) -> PromptTemplate:
-        """Return the example with a hole for each passage, or with the text `context` and its holes (`HOLE`)."""
+        """Return the example as a prompt with a hole for each passage, or with `context`, which may hold `HOLE`."""
         if context is None:
             context = self.separator.join([self.HOLE] * len(example.passages))
         first, *later = self._turn_texts(example, template, context)

@@ -74,7 +74,7 @@ class RamRow:
 
     @property
     def token_count(self) -> int:
-        """Return the number of tokens in the question; which tokens of its passages follow is decided by the model."""
+        """Return the number of the question's tokens, without passages, of which the model chooses what it keeps."""
         return len(self.question)
 
 
