@@ -99,7 +99,7 @@ def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, An
         else:
             answer = piece.text.strip()
             found = [f"[{number}]" for number, each in enumerate(sources, 1) if answer and answer in each["text"]]
-            how = "Quoted" if extractive else "Free answer"
+            how = "Quoted" if extractive and sources else "Free answer"
             where = f", found in {', '.join(found)}" if found else ""
             read = "Read:" if sources else "No passage was read."
             print(f"\n\n{how}{where}. {piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. {read}")

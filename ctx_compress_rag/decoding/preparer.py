@@ -199,18 +199,17 @@ class Preparer:
 
     def _quotable(
         self, index: int, prompt: PromptLike, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]
-    ) -> Quotable:
+    ) -> Quotable | None:
+        """Return what an answer may quote; None if the prompt holds only questions, so that the answer is free."""
         roles = ["user"] if isinstance(prompt, str) else [message["role"] for message in prompt]
-        whole: dict[str, None] = {}
         texts: dict[str, None] = {}  # without the questions
         for role, parts in zip(roles, messages, strict=True):
             read = [said.get(part, "") if isinstance(part, Marker) else part for part in parts]
-            whole |= dict.fromkeys(read)
             if role == "user" and isinstance(parts[-1], str):
                 read[-1] = without_question(read[-1])
             texts |= dict.fromkeys(read)
-        if not any(text.strip() for text in texts):  # the whole prompt is one line
-            texts = whole
+        if not any(text.strip() for text in texts):
+            return None
         if (length := sum(map(len, texts))) > MAX_CHARACTERS:
             raise ConfigError(
                 f"prompt {index} and its passages have {length:,} characters, but an extractive answer quotes from "

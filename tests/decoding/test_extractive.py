@@ -119,8 +119,10 @@ def test_answers_quote_passages_that_the_prompt_has_as_slots(decoder: Decoder, p
     """The same alone, in a batch, streamed and by transformers' generate; without the option nothing is quoted."""
     answers = decoder.generate(prompts, EXTRACTIVE)
     texts = [*PASSAGES.values(), QUESTION, "Use this:", "Question:", *(p for p in prompts if isinstance(p, str))]
-    for answer in answers:
-        assert any(is_quotation(answer.text.strip(), text) for text in texts), answer.text
+    nothing = [prepared.quotable is None for prepared in decoder.preparer.prepare(prompts, extractive=True)]
+    assert nothing.count(True) == 2  # two prompts are a question alone
+    for answer, free in zip(answers, nothing, strict=True):
+        assert any(is_quotation(answer.text.strip(), text) for text in texts) != free, answer.text
     assert any(is_quotation(a.text.strip(), p) for a in answers for p in PASSAGES.values())
     for prompt, answer in zip(prompts, answers, strict=True):
         *pieces, last = decoder.stream(prompt, EXTRACTIVE)
@@ -187,4 +189,5 @@ def test_no_answer_quotes_the_question(make_tiny_bundle: Any) -> None:
     )
     assert all(word in said for word in ("Be brief?", "A mill.", "1 2 3 4", "Orla."))
     assert "Who" not in said and "Why" not in said
-    assert "Who" in words(("user", "Who?"))  # there is nothing else
+    [greeting] = preparer.prepare([[{"role": "user", "content": "\n\nWho?"}]], extractive=True)
+    assert greeting.quotable is None  # there is nothing else: the answer is free
