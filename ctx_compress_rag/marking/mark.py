@@ -35,7 +35,7 @@ T = TypeVar("T")
 _SHARE: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
 
 MAX_EXPANDED = 16 << 20
-"""Maximum characters to which `expand` expands a prompt's markers: more than any LLM reads."""
+"""Maximum characters to which one call of `expand` or `mark` expands markers: more than any LLM reads."""
 
 OnMissing = Literal["compress", "error", "text"]
 """What to do with a passage for which the store has no usable soft context; other passages are not affected.
@@ -149,7 +149,7 @@ class Marking:
 
     def _expanded(self, texts: Sequence[str], ids: Sequence[str | None]) -> list[_Passage]:
         """Return the passages with their markers expanded, and with an id if they can be stored."""
-        passages = []
+        passages, room = [], MAX_EXPANDED  # many short texts may hold the marker of one long passage
         for place, (text, id) in enumerate(zip(texts, ids, strict=True)):
             if not isinstance(text, str):
                 raise ConfigError(f"texts[{place}] is a {type(text).__name__}: give its text")
@@ -158,7 +158,8 @@ class Marking:
             try:
                 parts = self.store.split(text, self.scope, "text")
                 if any(isinstance(part, Marker) for part in parts):
-                    passage.text = _joined(self.store, parts, MAX_CHARACTERS)
+                    passage.text = _joined(self.store, parts, min(MAX_CHARACTERS, room))
+                    room -= len(passage.text)
                 if passage.text.strip():
                     passage.id = checked_passage(passage.text, id if _is_id(id) else None, place).id
             except (ConfigError, MissingPassageError, PayloadError) as error:

@@ -130,7 +130,10 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
         raise PayloadError(f"a soft context of shape {slots.shape} has nothing to store")
     if not np.isfinite(slots).all():
         raise PayloadError(f"{int((~np.isfinite(slots)).sum())} of {slots.size} slot values are NaN or infinite")
-    runs = [(count, len(list(same))) for count, same in groupby(soft.token_counts.tolist())]
+    counts = soft.token_counts.tolist()
+    if odd := [count for count in counts if not 0 <= count < 2**32]:
+        raise PayloadError(f"a slot cannot stand for {odd[0]} tokens")
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
     header = _HEADER.pack(FORMAT, packer.code, *slots.shape, len(runs))
     data = b"".join((header, *(_RUN.pack(*run) for run in runs), packer.pack(slots)))
     return base64.b64encode(data + _CRC.pack(zlib.crc32(data))).decode("ascii")

@@ -99,6 +99,9 @@ class Records(Collection):
                 f"the store {self.name!r} in {where} has format {short_repr(metadata['ctx_format'])}, and this version "
                 f"reads {FORMAT}: {again}"
             )
+        kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}
+        if odd := [name for name, kind in kinds.items() if type(metadata.get(name)) is not kind or not metadata[name]]:
+            raise StoreError(f"the store {self.name!r} in {where} has no valid {odd[0]}: {again}")
         if metadata["fingerprint"] != bundle.fingerprint:
             raise FingerprintMismatchError(
                 f"the soft contexts in {self.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "

@@ -217,3 +217,11 @@ def test_a_step_without_a_question_says_how_to_give_it(ram: SoftContextStore, fr
     for options, error in (({"token_budget": 9}, ConfigError), ({"ratio": 1}, RatioError)):
         with pytest.raises(error, match="ram bundle"):
             framework.postprocessor(store=ram, **options)
+
+
+def test_texts_that_repeat_the_marker_of_one_long_passage_are_bounded_together(store: SoftContextStore) -> None:
+    [id] = store.ensure(["w" * 900_000])
+    texts = [store.marker(id, 4)] * 20  # 18 million characters
+    assert mark(store, texts[:3], on_missing="error") == texts[:3]
+    with pytest.raises(ConfigError, match="900,000 characters, and at most 577,216"):
+        mark(store, texts, on_missing="error")

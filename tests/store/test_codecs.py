@@ -109,6 +109,12 @@ def test_what_another_program_wrote_is_checked(second: int, value: float, named:
         decode(to_text(data + struct.pack("<I", zlib.crc32(data))))
 
 
+@pytest.mark.parametrize("count", [-1, 2**32])
+def test_a_count_of_tokens_that_no_slot_has_is_refused(count: int) -> None:
+    with pytest.raises(PayloadError, match=f"{count} tokens"):
+        encode(SoftContext(torch.ones(2, 3), torch.tensor([4, count])))
+
+
 def test_unknown_codec_names_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"'int2'.*fp16"):
         encode(context(np.ones((1, 1), np.float32)), "int2")

@@ -202,6 +202,20 @@ def test_another_bundle_is_refused(tmp_path: Path, bundle: WordBundle) -> None:
         assert add(store, 1).added == 1
 
 
+@pytest.mark.parametrize(
+    "changed", [{"fingerprint": 5}, {"codec": 5}, {"bundle": ""}, {"base_ratio": "4"}, {"base_ratio": 0}]
+)
+def test_a_store_whose_settings_were_changed_is_refused(
+    tmp_path: Path, bundle: WordBundle, changed: dict[str, Any]
+) -> None:
+    client = chromadb.PersistentClient(tmp_path)
+    add(SoftContextStore(client, bundle), 1)
+    [collection] = client.list_collections()
+    collection.modify(metadata={**(collection.metadata or {}), **changed})
+    with pytest.raises(StoreError, match=f"has no valid {next(iter(changed))}"):
+        SoftContextStore(client, bundle)
+
+
 def test_what_is_no_store_is_refused(tmp_path: Path, bundle: WordBundle) -> None:
     client = chromadb.PersistentClient(tmp_path / "app")
     client.create_collection("passages-ctx", embedding_function=None)
