@@ -54,8 +54,11 @@ def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
     return done
 
 
-def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
-    """Return a decorator that makes `some_name_` the command `some-name` of `to`, with its docstring as help."""
+def command(example: str, to: typer.Typer = app, *, loads_models: bool = True) -> Callable[[Run], Run]:
+    """Return a decorator that makes `some_name_` the command `some-name` of `to`, with its docstring as help.
+
+    A command that loads no models starts sooner without transformers, which is imported to keep its bars off.
+    """
 
     def register(run: Run) -> Run:
         name = run.__name__.rstrip("_").replace("_", "-")
@@ -65,7 +68,8 @@ def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
             logging.basicConfig(format="%(levelname)s: %(message)s")
             logging.getLogger("ctx_compress_rag").setLevel(logging.INFO if verbose else logging.WARNING)
             try:
-                quiet_models()
+                if loads_models:
+                    quiet_models()
                 run(**options)
             except KeyboardInterrupt:
                 anew = ", without --no-resume," if options.get("no_resume") else ""

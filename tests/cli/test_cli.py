@@ -241,6 +241,17 @@ def test_help_brings_no_torch() -> None:
     assert "--ratio" in done.stdout
 
 
+def test_info_brings_no_transformers(store: Path) -> None:
+    code = (
+        "import sys; from ctx_compress_rag.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "info", "--store", str(store)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_backup_copies_an_index(run: Any, store: Path, tmp_path: Path) -> None:
     assert run("backup", "--store", store, tmp_path / "copy") == 0
     assert_same_contents(tmp_path / "copy", store)
