@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.compare.config import Comparison
 from benchmarks.compare.control import with_other_passages
@@ -49,10 +47,9 @@ def test_pairing_narrows_the_interval() -> None:
 def written(
     folder: Path,
     scores: dict[str, dict[int, list[float]]],
-    control: list[float] | None = None,
-    none: list[float] | None = None,
+    guessed: list[float] | None = None,
 ) -> Path:
-    """A comparison's folder with these F1 scores: entries' at ratios, of another's passages, and without context."""
+    """A comparison's folder with these F1 scores: entries' at ratios, and without context or with another's."""
     count = 40
     (folder / "results").mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"steps": 4, "questions": count, "passages": 1}))
@@ -62,7 +59,7 @@ def written(
             "system": system, "ratio": ratio, "f1": f1, "exact_match": f1, "prompt_tokens": tokens, "stored_bytes": 8.0
         }  # fmt: skip
 
-    whole = [row("full text", None, [1.0] * count, 74.0), row("no context", None, none or [0.0] * count, 10.0)]
+    whole = [row("full text", None, [1.0] * count, 74.0), row("no context", None, guessed or [0.0] * count, 10.0)]
     whole.append(row("truncation", 8, [0.5, 0.0] * 20, 18.0))
     (folder / "results" / "baselines.json").write_text(json.dumps({"name": "baselines", "scores": whole}))
     for name, by_ratio in scores.items():
@@ -70,7 +67,7 @@ def written(
         result = {
             "method": {"name": "mean_pooling"}, "scores": rows, "trained_parameters": 1, "training_seconds": 1.0,
             "training_tokens": 1, "compress_seconds": 1.0, "interrupted": False,
-            "another_passage": {"f1": control or [0.0] * count},
+            "another_passage": {"f1": guessed or [0.0] * count},
         }  # fmt: skip
         (folder / "results" / f"{name}.json").write_text(json.dumps(result))
     return folder
@@ -91,29 +88,11 @@ def test_orderings_say_what_held(tmp_path: Path) -> None:
     fours, eights = np.mean(noise) - np.mean(low), np.mean(high) - np.mean(low)
     assert f"pooled over tokens {(fours + eights) / 2:+.3f} (" in line
     assert f"; 4x {fours:+.3f} (" in line and f", 8x {eights:+.3f} (" in line
-
-
-@pytest.mark.parametrize(
-    ("winner", "loser", "verdict"),
-    [
-        (0.02, 0.0, "not shown"),  # always a little more, where neither reads its slots
-        (0.3, 0.25, "held"),  # the loser reads its slots
-        (0.3, 0.0, "held"),  # far apart, and the winner does
-    ],
-)
-@pytest.mark.parametrize("guessed", ["none", "control"])
-def test_an_ordering_says_nothing_of_entries_that_do_not_read(
-    tmp_path: Path, winner: float, loser: float, verdict: str, guessed: str
-) -> None:
-    """A tenth is answered without a context, or with any slots, and by entries that do not read theirs."""
-    rng = np.random.default_rng(0)
-    noise = (rng.random(40) * 0.2).tolist()
-    guesses = rng.permutation(noise).tolist()
-    pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
-    folder = written(tmp_path, {"pooled": {8: pooled}, "coarse": {8: coarse}}, **{guessed: guesses})
-    line = orderings(comparison(), read_report(comparison(), folder))[0]
-    assert line.startswith(f"- **{verdict}**")
-    assert "(+" in line  # the interval of the difference is above zero each time
+    # Always a little more, where neither reads its slots: the decoder guesses as much without them.
+    more = [value + 0.02 for value in low]
+    guessing = written(tmp_path / "guessing", {"pooled": {8: more}, "coarse": {8: low}}, rng.permutation(low).tolist())
+    line = orderings(comparison(), read_report(comparison(), guessing))[0]
+    assert line.startswith("- **not shown**") and "at 8x +0.020 (+" in line
 
 
 def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:
@@ -130,29 +109,18 @@ def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:
         assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")
 
 
-# The control: questions with the passages of others
-
-PASSAGES = ("Anna was born in Bonn.", "Bert lives in Rome.", "The Anna sails to Bonn.", "Carl met Anna.")
-QUESTIONS = st.builds(
-    Question,
-    st.lists(st.sampled_from(PASSAGES), min_size=1, max_size=2, unique=True).map(tuple),
-    st.sampled_from(("Where?", "Who?")),
-    st.lists(st.sampled_from(("Bonn", "Rome", "Carl")), min_size=1, max_size=2, unique=True).map(tuple),
-)
-
-
-@given(st.lists(QUESTIONS, min_size=1, max_size=6))
-def test_other_passages_are_real_ones_without_the_answer(questions: list[Question]) -> None:
-    def other(own: Question, q: Question) -> bool:
-        apart = not set(own.passages) & set(q.passages)
-        return apart and not any(answer in " ".join(q.passages) for answer in own.answers)
-
-    possible = all(any(other(own, q) for q in questions) for own in questions)
-    if not possible:
-        with pytest.raises(DataError, match="no question has passages that do not answer"):
-            with_other_passages(questions)
-        return
-    moved = with_other_passages(questions)
-    assert [(q.question, q.answers) for q in moved] == [(q.question, q.answers) for q in questions]
-    for own, q in zip(questions, moved, strict=True):
-        assert any(q.passages == there.passages and other(own, there) for there in questions)
+def test_other_passages_are_real_ones_without_the_answer() -> None:
+    """Of the next question that has some; without any, the comparison is refused."""
+    anna, bert, ship = "Anna was born in Bonn.", "Bert lives in Rome.", "The Anna sails to Bonn."
+    asked = [
+        Question((anna,), "Where?", ("Bonn",)),
+        Question((anna, ship), "Where?", ("Bonn", "Rome")),
+        Question((bert,), "Who?", ("Bert",)),
+        Question((ship, "Carl met Bert."), "Who?", ("Carl",)),
+    ]
+    with pytest.raises(DataError, match="no question has passages that do not answer 'Where"):
+        with_other_passages(asked)
+    asked[1] = Question((anna, ship), "Where?", ("Bonn",))
+    moved = with_other_passages(asked)
+    assert [(q.question, q.answers) for q in moved] == [(q.question, q.answers) for q in asked]
+    assert [q.passages for q in moved] == [(bert,), (bert,), (anna,), (anna,)]

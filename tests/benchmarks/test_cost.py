@@ -14,7 +14,6 @@ from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import TEMPLATES
-from helpers.ram import PASSAGES, QUESTION, ask, close_bundle, close_store, plain_ids, read
 
 LAYERS, WIDTH = 2, 32
 
@@ -50,21 +49,3 @@ def test_operations_are_those_of_the_matrix_products(tiny_bundle: Any, tmp_path:
     lora = 2 * length[SOFT] * sum(p.numel() for p in tiny_bundle.reader.trained_parameters() if p.ndim == 2)
     map_ = 2 * (slots - length[SOFT]) * WIDTH * WIDTH  # the map is among those parameters, and reads slots alone
     assert costs[SOFT].first_token_flops == pytest.approx(reading(model, length[SOFT]) + head + lora + map_, rel=1e-3)
-
-
-def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The question and the skimmed segments, of at most four tokens each; passages were read before."""
-    bundle = close_bundle(tiny_tokenizer)
-    with close_store(tmp_path, bundle) as store:
-        decoder = Decoder(bundle, store)
-        make = {"RAM": lambda: prompt_of(TEMPLATES[0], ask(store, ratio=2), QUESTION)}
-        cost = measure(decoder, [make], progress=False)["RAM"]
-        _, skimmed = read(store, ask(store, ratio=2))
-        segments = sum(marker.slots for marker in skimmed)
-        tokens = decoder.preparer.count_chat_tokens(make["RAM"]())
-    model = bundle.backbone.model
-    everything = sum(-(-len(plain_ids(bundle, text)) // 4) for text in PASSAGES)
-    assert 0 < segments < everything
-    encoding = reading(model, len(plain_ids(bundle, QUESTION))) + segments * reading(model, 4)
-    assert cost.context_flops == pytest.approx(encoding, rel=0.02)
-    assert cost.first_token_flops > cost.context_flops + reading(model, tokens)
