@@ -19,7 +19,7 @@ class Source(Strict):
         name: hub id of the checkpoint, or the name of its folder.
         revision: commit of the checkpoint on the hub; None for a folder.
         subfolder: folder of the checkpoint in its repository or folder; None for the root.
-        format: name of the checkpoint's format, as in `published.registry`.
+        format: name of the checkpoint's format, as in `published.importing`.
         licenses: licenses of "checkpoint", "decoder" and, if it has weights of its own, "encoder".
         shareable: whether the licenses of all that the bundle holds let anyone publish the bundle.
     """

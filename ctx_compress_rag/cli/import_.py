@@ -37,8 +37,7 @@ def import_(
 
     First prints licenses, downloads and memory. A second run fetches only what is not complete yet.
     """
-    from ctx_compress_rag.published.importing import Import
-    from ctx_compress_rag.published.registry import FORMATS
+    from ctx_compress_rag.published.importing import FORMATS, Import
 
     if list_ or name is None:
         for each in FORMATS:

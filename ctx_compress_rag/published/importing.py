@@ -1,4 +1,4 @@
-"""Convert a published checkpoint into a bundle's folder."""
+"""Recognize a published checkpoint's format, and convert the checkpoint into a bundle's folder."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import files_digest, folder_digest
 from ctx_compress_rag.published.format import Conversion, DecoderWithoutWeights, Format, without_weights
-from ctx_compress_rag.published.registry import recognized
+from ctx_compress_rag.published.icae import Icae
+from ctx_compress_rag.published.lclm import Lclm
+from ctx_compress_rag.published.pisco import Pisco
 from ctx_compress_rag.published.remote_files import Checkpoint
+from ctx_compress_rag.published.xrag import Xrag
 from ctx_compress_rag.strict import explain
+
+FORMATS: tuple[Format, ...] = (Lclm(), Pisco(), Xrag(), Icae())
 
 _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0"}
 
@@ -52,7 +57,7 @@ class Import:
         from transformers import AutoModel
 
         checkpoint = Checkpoint.open(str(name), revision, subfolder)
-        found = recognized(checkpoint)
+        found = _recognized(checkpoint)
         reads, own = DecoderWithoutWeights(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder)
         models = [reads.model]
         if own is not None and own.of_transformers:  # which looks whether all weights are there
@@ -176,6 +181,16 @@ def import_published(
     found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     found.write(folder, copy=copy)
     return Bundle.from_pretrained(folder, **options)
+
+
+def _recognized(checkpoint: Checkpoint) -> Format:
+    """Return the format of a checkpoint. Raise BundleError if it has no known format."""
+    for each in FORMATS:
+        if each.matches(checkpoint):
+            return each
+    inside = f", or name one of its folders {checkpoint.folders} as subfolder" if checkpoint.folders else ""
+    names = ", ".join(each.name for each in FORMATS)
+    raise BundleError(f"{checkpoint} is of no format known here ({names}): give another checkpoint{inside}")
 
 
 def _copy_files(part: Checkpoint, folder: Path) -> None:

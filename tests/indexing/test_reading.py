@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.indexing import documents
+from ctx_compress_rag.indexing import conversion, documents
 from ctx_compress_rag.indexing.documents import Reader
 from ctx_compress_rag.indexing.inputs import open_input
 from helpers.cli import write_documents, write_docx, write_pdf
@@ -100,6 +100,13 @@ def test_tables_and_other_texts_are_read(tmp_path: Path) -> None:
         ('{"part": "pump"}', False),
         ("Pump\n====\n", True),
     ]
+
+
+def test_a_document_whose_text_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_text("part,price\npump,5\n")
+    length = len(conversion.read(tmp_path / "a.csv")["text"])
+    monkeypatch.setattr(conversion, "MOST_TEXT", length - 1)
+    assert f"{length} characters" in conversion.read(tmp_path / "a.csv")["error"]
 
 
 @pytest.mark.skipif(not find_spec("pptx") or not find_spec("openpyxl"), reason="needs python-pptx and openpyxl")

@@ -17,8 +17,7 @@ from transformers.utils import logging as transformers_logging
 from ctx_compress_rag import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.published.importing import Import, import_published
-from ctx_compress_rag.published.registry import FORMATS
+from ctx_compress_rag.published.importing import FORMATS, Import, import_published
 from helpers.hub import COMMIT, Hub, running
 from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
 
@@ -97,6 +96,8 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "a map with attention": ("lclm-4x", rewrite(MODEL, put(adapter_type="mlp_attn")), "mlp_attn"),
     "an encoder that looks ahead": ("lclm-4x", rewrite(MODEL, put(encoder_mask_type="bidirectional")), "bidirectional"),
     "settings that are no JSON": ("lclm-4x", write(MODEL, "{"), MODEL),
+    "settings that are no object": ("lclm-4x", write(MODEL, "[]"), "holds a list"),
+    "a window that no ratio divides": ("lclm-4x", rewrite(MODEL, put(encoder_window_size=1023)), "1023"),
     "settings without end": ("lclm-4x", write(MODEL, "[" * 100_000), MODEL),
     "no ratio": ("lclm-4x", rewrite(MODEL, drop("compression_ratio")), "compression_ratio"),
     "no width": ("lclm-4x", rewrite(f"encoder/{CONFIG}", drop("hidden_size")), "hidden_size"),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -57,15 +58,15 @@ class LlamaCppContext:
         import gguf
 
         self._llama = llama = load_llama_cpp()
-        frees: list[Callable[[], None]] = []
-        self.close = finalize(self, _call_all, frees)
+        frees = ExitStack()
+        self.close = finalize(self, frees.close)
         self.close.atexit = False  # a thread may still be inside; the system frees the memory
         if not file.is_file():
             raise BundleError(f"there is no file {file}: run ctx-compress export --engine llama.cpp")
         self._model = model = llama.llama_model_load_from_file(bytes(file), llama.llama_model_default_params())
         if model is None:
             raise BundleError(f"llama.cpp cannot read {file}: delete it, so that it is made again")
-        frees.append(partial(llama.llama_model_free, model))
+        frees.callback(llama.llama_model_free, model)
         vocab = llama.llama_model_get_vocab(model)
         found = self._about("general.description"), llama.llama_model_n_embd(model), llama.llama_vocab_n_tokens(vocab)
         if found != (digest, dim, vocabulary):
@@ -82,11 +83,12 @@ class LlamaCppContext:
         self._context = context = llama.llama_init_from_model(model, options)
         if context is None:
             raise DecoderMemoryError(f"llama.cpp has too little memory for context_size={size}: give a smaller one")
-        frees.append(partial(llama.llama_free, context))
+        frees.callback(llama.llama_free, context)
         self._memory = llama.llama_get_memory(context)
         self.size, self._dim, self._vocabulary, self._sequences = size, dim, vocabulary, sequences
         self._batches = [llama.llama_batch_init(max(_BATCH, sequences), width, 1) for width in (0, dim)]
-        frees += [partial(llama.llama_batch_free, batch) for batch in self._batches]
+        for batch in self._batches:
+            frees.callback(llama.llama_batch_free, batch)
         # A recurrent state is of the whole text, so none of its beginning can be kept.
         self._keeps = not (llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model))
         self._kept: list[int] = []
@@ -189,11 +191,6 @@ class LlamaCppContext:
         rows = [self._llama.llama_get_logits_ith(self._context, at) for at in np.flatnonzero(wanted).tolist()]
         scores = [torch.from_numpy(np.ctypeslib.as_array(row, (self._vocabulary,)).copy()) for row in rows]
         return torch.stack(scores) if scores else torch.empty(0, self._vocabulary)
-
-
-def _call_all(frees: list[Callable[[], None]]) -> None:
-    while frees:
-        frees.pop()()
 
 
 def _beginning(prompt: Prompt) -> list[int]:
