@@ -43,6 +43,7 @@ def ask(
     dtype: shared.Dtype = None,
     engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
+    weights: shared.Weights = None,
 ) -> None:
     """Answer a question from an index, or question after question until the input ends.
 
@@ -54,6 +55,7 @@ def ask(
         raise ConfigError("the question is empty: ask something")
     shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
     shared.check_apart(text_share=text_share, text=text)
+    options = shared.engine_options(engine, server_key, weights=weights)
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes
         from ctx_compress_rag.decoding.sampling import Sampling
@@ -61,7 +63,7 @@ def ask(
         from ctx_compress_rag.indexing.retrieval import Retrieval
         from ctx_compress_rag.marking.mark import Marking
 
-        config, options = opened.bundle.config, shared.engine_options(engine, server_key)
+        config = opened.bundle.config
         decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:
             extractive = quotes(opened.bundle, engine)

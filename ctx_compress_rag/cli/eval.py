@@ -40,6 +40,7 @@ def eval_(
     batch_size: shared.BatchSize = 16,
     engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
+    weights: shared.Weights = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
     output: shared.Output = "ctx-compress-eval",
@@ -62,6 +63,7 @@ def eval_(
         sentences("")
     if codec is not None:
         check_codec(codec)
+    options = shared.engine_options(engine, server_key, weights=weights)
     sets = question_sets(data, questions, passages or 1)
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
     scored = evaluate_sets(
@@ -75,6 +77,6 @@ def eval_(
         extractive=extractive,
         batch_size=batch_size,
         engine=engine,
-        api_key=server_key,
+        options=options,
     )
     print("\n\n".join(one.text for one in scored.values()), f"\n\nalso in {output}", sep="")

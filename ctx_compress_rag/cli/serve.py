@@ -18,6 +18,7 @@ def serve(
     bundle: shared.OwnBundle = None,
     engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
+    weights: shared.Weights = None,
     retrieve: Annotated[
         int | None,
         typer.Option(
@@ -74,7 +75,7 @@ def serve(
     of the scope of the request's API key. Without keys, the server answers only this machine, in the store's scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.decoding.decoder import Decoder, check_options, quotes
+    from ctx_compress_rag.decoding.decoder import Decoder, quotes
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.indexing.retrieval import Retrieval
     from ctx_compress_rag.marking.mark import Marking
@@ -84,8 +85,7 @@ def serve(
     from ctx_compress_rag.server.guard import Limits
     from ctx_compress_rag.store import SoftContextStore
 
-    options = shared.engine_options(engine, server_key, batch_size=batch_size)
-    check_options(engine, options)
+    options = shared.engine_options(engine, server_key, weights=weights, batch_size=batch_size)
     keys = find_keys(api_keys)
     if keys is not None and allowed_host:
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")

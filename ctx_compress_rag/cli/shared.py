@@ -70,6 +70,13 @@ Engine = Annotated[
 ServerKey = Annotated[
     str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The API key of a vLLM server.")
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE",
+        help="llama.cpp's weights: BF16, F32, Q8_0, Q4_0, or a folder that export wrote.  [default: BF16]",
+    ),
+]
 Retrieved = Annotated[int, typer.Option("--k", metavar="N", min=1, help="Passages to retrieve.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for tables and plots.")]
 Ratio = Annotated[
@@ -100,9 +107,16 @@ def check_apart(**options: object) -> None:
 
 
 def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
-    """Return the options that are not None; leave out `server_key` if `engine` is not a server's address."""
-    key = server_key if engine.startswith("http") else None
-    return {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
+    """Return the options that are not None; raise ConfigError if the engine or an option is not allowed.
+
+    A server's key may stand in the environment, so other engines ignore it.
+    """
+    from ctx_compress_rag.decoding.decoder import check_options, is_address
+
+    key = server_key if is_address(engine) else None
+    given = {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
+    check_options(engine, given)
+    return given
 
 
 def quiet_models() -> None:

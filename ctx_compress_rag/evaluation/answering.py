@@ -58,7 +58,7 @@ class Asking(TypedDict, total=False):
     extractive: bool | None  # each system's answers quote what it is given, text or the passages of its slots
     batch_size: int  # a server chooses its own
     engine: str  # see `Decoder`
-    api_key: str | None  # of a server
+    options: Mapping[str, Any]  # of the engine, besides `batch_size`
 
 
 Key = tuple[str, int | None]
@@ -72,6 +72,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
         "version": __version__,
         "fingerprint": bundle.fingerprint,
         "engine": asking.get("engine", "transformers"),
+        "weights": asking.get("options", {}).get("weights"),
         "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
         "questions_sha256": digest(questions),
         "template": bundle.config.template,
@@ -131,9 +132,9 @@ def each_store(
             SoftContextStore(folder, bundle, codec=asking.get("codec"), ratio=base) as store,
         ):
             engine = asking.get("engine", "transformers")
-            options: dict[str, Any] = {"batch_size": asking.get("batch_size", 16)}
-            if is_address(engine):
-                options = {"api_key": asking.get("api_key")}
+            options = dict(asking.get("options", {}))
+            if not is_address(engine):
+                options["batch_size"] = asking.get("batch_size", 16)
             decoder = Decoder(bundle, store, engine=engine, **options)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
             yield group, Prompts(decoder, store, bundle.config.template, asking.get("shorteners", {}))

@@ -102,6 +102,9 @@ def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: An
         (["index"], "--collection NAME"),
         (["index", "docs", "--codec", "int3"], "int3"),
         (["eval", "--data", "nowhere.jsonl", "--codec", "int3"], "int3"),
+        (["ask", "x", "--weights", "Q8_0"], "weights"),
+        (["eval", "--data", "nowhere.jsonl", "--weights", "Q8_0"], "weights"),
+        (["serve", "--weights", "Q8_0"], "weights"),
         (["agree", "rows.jsonl"], "give a text file with one question per line"),
     ],
 )

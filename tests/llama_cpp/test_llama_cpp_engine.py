@@ -90,3 +90,10 @@ def test_files_of_another_bundle_are_refused(
     for opened, weights, error in ((other, str(files), BundleError), (bundle, "Q2", ConfigError)):
         with pytest.raises(error, match="another bundle|Q2"):
             Decoder(opened, engine="llama.cpp", weights=weights).generate(["Who?"])
+
+
+def test_nothing_is_written_by_itself_for_a_decoder_of_another_format(tiny_bundle: Bundle, cache: Path) -> None:
+    before = set(cache.rglob("*"))
+    with pytest.raises(ConfigError, match="not a GGUF file"):
+        Decoder(tiny_bundle, engine="llama.cpp")
+    assert set(cache.rglob("*")) == before

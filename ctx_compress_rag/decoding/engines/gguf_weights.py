@@ -56,6 +56,11 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
         if not Path(weights).is_dir():
             raise ConfigError(f"weights={weights!r}: give one of {', '.join(get_args(GgufWeights))}, or a folder")
         return Path(weights)
+    if not isinstance(bundle.config.decoder, GgufDecoder):
+        raise ConfigError(
+            f"the decoder of {bundle.config.name} is not a GGUF file: run ctx-compress export BUNDLE DIR --engine "
+            "llama.cpp, convert its checkpoints with the commands that it prints, and give DIR as weights"
+        )
     from huggingface_hub import cached_assets_path
 
     key = hashlib.sha256("".join(digest(bundle, side) for side in sides(bundle)).encode()).hexdigest()
