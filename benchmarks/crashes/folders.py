@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.crashes.words import WordBundle, passage
+from benchmarks.crashes.words import WORDS, passage
 from ctx_compress_rag.errors import CtxCompressError, StoreError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
@@ -110,7 +110,7 @@ def searched(folder: Path, found: Counter[str]) -> dict[str, str]:
 
 def make(folder: Path) -> None:
     """The folder that all jobs begin with."""
-    with SoftContextStore(folder, WordBundle(), key=KEY) as store:
+    with SoftContextStore(folder, WORDS, key=KEY) as store:
         passages = [*MOVED, *KEPT]
         for part in (passages[:FIRST], passages[FIRST:]):
             save(folder, {f"p{n}": text_of(n) for n in part}, store)
@@ -120,12 +120,12 @@ def make(folder: Path) -> None:
 
 def second(folder: Path) -> SoftContextStore:
     """A tenant's store in the same folder."""
-    return SoftContextStore(folder, WordBundle(), key=KEY, collection="second", scope=TENANT)
+    return SoftContextStore(folder, WORDS, key=KEY, collection="second", scope=TENANT)
 
 
 def job(folder: Path, kind: str) -> None:
     """Add passages, change the text of some, or delete some."""
-    with SoftContextStore(folder, WordBundle(), key=KEY) as store:
+    with SoftContextStore(folder, WORDS, key=KEY) as store:
         if kind == "delete":
             drop(folder, [f"p{n}" for n in MOVED], store)
         else:
@@ -136,8 +136,7 @@ def job(folder: Path, kind: str) -> None:
 def look(folder: Path) -> Counter[str]:
     """What a reader meets: every passage that can be retrieved, as the app's collection has it."""
     found: Counter[str] = Counter()
-    bundle = WordBundle()
-    with SoftContextStore(folder, bundle, key=KEY) as store:
+    with SoftContextStore(folder, WORDS, key=KEY) as store:
         there = searched(folder, found)
         ids, texts = list(there), list(there.values())
         shown = mark(store, texts, ids, ratio=8, on_missing="text")
@@ -148,23 +147,23 @@ def look(folder: Path) -> Counter[str]:
             [marker] = store.split(each)
             assert not isinstance(marker, str)
             found["read"] += 1
-            found["wrong"] += not is_of(store.fetch([marker])[0], bundle, text) or expand(store, each) != text
+            found["wrong"] += not is_of(store.fetch([marker])[0], text) or expand(store, each) != text
         found["lost"] += len({f"p{n}" for n in KEPT} - set(ids))
         softs = store.get([f"p{n}" for n in KEPT])
         with second(folder) as theirs:
             softs += theirs.get([f"p{n - 400}" for n in THEIRS])
             found["of others"] += len(theirs.ids("default")) + len(store.ids(TENANT))
         for soft, n in zip(softs, [*KEPT, *THEIRS], strict=True):
-            found["lost"] += soft is None or not is_of(soft.merge(2), bundle, text_of(n))
+            found["lost"] += soft is None or not is_of(soft.merge(2), text_of(n))
         found["not mended"] += sum(
             new == text for text, new in zip(texts, mark(store, texts, ids, ratio=8), strict=True)
         )
     return found
 
 
-def is_of(soft: Any, bundle: WordBundle, text: str) -> bool:
+def is_of(soft: Any, text: str) -> bool:
     """Whether the slots, merged by two, were made of the text."""
-    expected = bundle.at(text, 8)
+    expected = WORDS.at(text, 8)
     if soft.token_counts.tolist() != expected.token_counts.tolist():
         return False
     return bool(torch.linalg.norm(soft.slots - expected.slots) < 0.02 * torch.linalg.norm(expected.slots))

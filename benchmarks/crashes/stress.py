@@ -22,14 +22,14 @@ KEY = b"a key for the stress test"
 def work(order: dict[str, Any]) -> dict[str, int]:
     """One process's part of a round."""
     from benchmarks.crashes.folders import app_collection, save, vectors_of
-    from benchmarks.crashes.words import WordBundle, passage
+    from benchmarks.crashes.words import WORDS, passage
     from ctx_compress_rag.errors import StoreLockedError
     from ctx_compress_rag.store import SoftContextStore
 
     done: Counter[str] = Counter()
     rng, folder = random.Random(order["seed"]), Path(order["folder"])
     with (
-        SoftContextStore(folder, WordBundle(), key=KEY, lock_timeout=rng.choice([0.0, 0.05, 5.0])) as store,
+        SoftContextStore(folder, WORDS, key=KEY, lock_timeout=rng.choice([0.0, 0.05, 5.0])) as store,
         app_collection(folder) as app,
     ):
         if order["role"] == "write":

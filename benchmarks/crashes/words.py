@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ class WordBundle:
         """The soft context of a text pooled at a ratio directly, for comparison."""
         vectors = word_vectors(text, self.dim)
         return SoftContext(*pool(vectors, torch.ones(len(vectors), dtype=torch.int64), ratio))
+
+
+WORDS: Any = WordBundle()  # for a store, which is typed for a Bundle
 
 
 def passage(n: int, words: int = 30) -> str:

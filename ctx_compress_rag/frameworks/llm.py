@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -69,7 +69,9 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         if self.scope is not None:
             check_scope(self.scope)
         bundle = self.store.bundle
-        if "max_tokens" not in self.model_fields_set and isinstance(bundle, Bundle) and bundle.config.source:
+        if not isinstance(bundle, Bundle):
+            raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
+        if "max_tokens" not in self.model_fields_set and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
         if "extractive" not in self.model_fields_set and quotes(bundle, self.engine):
             self.extractive = self._quotes_by_default = True
@@ -86,9 +88,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
     def _question_messages(self, context: str, question: str) -> list[dict[str, str]]:
         """Return the prompt of the bundle's training as messages, with these two variables of a format string."""
         holes = ("\ue000context\ue000", "\ue000question\ue000")
-        bundle = self.decoder.bundle
-        assert isinstance(bundle, Bundle)
-        asked = messages(bundle.config.template, *holes)
+        asked = messages(self.store.bundle.config.template, *holes)
         for message in asked:
             text = message["content"].replace("{", "{{").replace("}", "}}")
             message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")
@@ -104,19 +104,17 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         check_known(f"a call of {type(self).__name__}", given, (*OPTIONS, "response_format"))
         own = self.model_fields_set - ({"extractive"} if self._quotes_by_default else set())
         chosen = {name: getattr(self, name) for name in OPTIONS if name in own} | chosen | {"json_schema": schema}
-        config = cast(Bundle, self.store.bundle).config
+        config = self.store.bundle.config
         return Sampling(**with_defaults(chosen, config, max_tokens=self.max_tokens, extractive=self.extractive))
 
     @property
     def decoder(self) -> Decoder:
-        """Return the decoder that answers, which is made at first use; raise ConfigError if the bundle has none."""
+        """Return the decoder that answers, which is made at first use."""
         if self._decoder is None:
-            bundle = self.store.bundle
-            if not isinstance(bundle, Bundle):
-                raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
             # A framework that restores an LLM gives all fields: only what differs from the default is asked for.
             fields = EngineOptions.model_fields.items()
             options = {name: value for name, field in fields if (value := getattr(self, name)) != field.default}
+            bundle = self.store.bundle
             self._decoder = Decoder(bundle, self.store, engine=self.engine, on_unreadable=self.on_unreadable, **options)
         return self._decoder
 

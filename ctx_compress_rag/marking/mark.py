@@ -257,7 +257,6 @@ class Marking:
         texts = [escaped_markers(passage.text) for passage in passages]
         if share is None and self.token_budget is None:
             return None
-        assert isinstance(bundle, Bundle)
         stored = [passage for passage in passages if passage.id is not None]
         found = iter(store.get_passages([str(p.id) for p in stored], self.scope, [p.text for p in stored]))
         records = [None if passage.id is None else next(found) for passage in passages]
@@ -285,7 +284,7 @@ class Marking:
 
     def _share_for(self, question: str | None, passages: int) -> float | None:
         """Return the share (0 to 1) of the budget for sentences; None for soft contexts alone."""
-        bundle, share = self.store.bundle, self.text_share
+        share = self.text_share
         if not (question and question.strip()):
             if share:
                 raise ConfigError(
@@ -293,8 +292,8 @@ class Marking:
                     "ContextualCompressionRetriever does) or postprocess_nodes (LlamaIndex; a query engine does)"
                 )
             return None
-        if share is None and passages > 1 and isinstance(bundle, Bundle):
-            share = bundle.config.text_share
+        if share is None and passages > 1:
+            share = self.store.bundle.config.text_share
         return share or None
 
     def _nearest(self, texts: Sequence[str], question: str, stored: Sequence[str]) -> list[list[Sentence]] | None:

@@ -10,9 +10,8 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
 from ctx_compress_rag.extras import needs
@@ -133,7 +132,7 @@ class _Service:
         sources: Sequence[Mapping[str, Any]] | None = None,
         extractive: bool = False,
     ) -> Response:
-        config = cast(Bundle, self.store.bundle).config
+        config = self.store.bundle.config
         sampling = body.sampling(self.limits, config, extractive)
         reply, scope = Reply(kind, self.name, sources), request.state.tenant
         answers = [answer(self.decoder, prompt, sampling, self.metrics) for prompt in prompts]

@@ -6,16 +6,14 @@ import hashlib
 import logging
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import chromadb
 import numpy as np
 
 from ctx_compress_rag.errors import ConfigError, short_repr
-from ctx_compress_rag.methods.base.rendering import PassageRenderer
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.collection import AppCollection, batches, pages
 from ctx_compress_rag.store.connect import check_apps_own
 from ctx_compress_rag.strict import as_list
@@ -31,28 +29,6 @@ Batches do not depend on timing: which passages share a batch affects the last b
 MAX_CHARACTERS = 1_000_000
 """A longer passage is refused: its slots alone would fill every decoder's window, and compressing it takes minutes."""
 Scalar = str | int | float | bool | None
-
-
-class _Config(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def base_ratio(self) -> int: ...
-    @property
-    def text_share(self) -> float | None: ...
-
-
-class Compresses(Protocol):
-    """The part of a bundle that a store uses."""
-
-    @property
-    def config(self) -> _Config: ...
-    @property
-    def compressor(self) -> PassageRenderer: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def check_ratio(self, ratio: int) -> None: ...
-    def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]: ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import (
     FingerprintMismatchError,
@@ -21,11 +21,14 @@ from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_byt
 from ctx_compress_rag.store.collection import Collection, Row, batches, pages
 from ctx_compress_rag.store.key import StoreKey
 from ctx_compress_rag.store.marker import Marker, Signer
-from ctx_compress_rag.store.passage import Compresses, Passage, StoreInfo, listed_passages, unique
+from ctx_compress_rag.store.passage import Passage, StoreInfo, listed_passages, unique
 from ctx_compress_rag.store.place import Place
 from ctx_compress_rag.store.record import Record, full_hash, text_hash
 from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
 from ctx_compress_rag.store.sentences import pack, sentence_vectors
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle.bundle import Bundle
 
 FORMAT = 6
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
@@ -54,7 +57,7 @@ class Records(Collection):
         self,
         place: Place,
         name: str,
-        bundle: Compresses,
+        bundle: Bundle,
         key: StoreKey,
         codec: str | None,
         ratio: int | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import chromadb
 from tqdm.auto import tqdm
@@ -25,7 +25,6 @@ from ctx_compress_rag.store.marker import (
 )
 from ctx_compress_rag.store.passage import (
     AddReport,
-    Compresses,
     Passage,
     StoredPassage,
     StoreInfo,
@@ -43,6 +42,9 @@ from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, rea
 from ctx_compress_rag.store.threads import caller_gone, shielded
 from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.strict import as_int, as_seconds
+
+if TYPE_CHECKING:  # it imports transformers
+    from ctx_compress_rag.bundle.bundle import Bundle
 
 _LEAST_TIMEOUT = 0.1
 
@@ -87,7 +89,7 @@ class SoftContextStore(ProcessBound):
     def __init__(
         self,
         location: Location | Place,
-        bundle: Compresses,
+        bundle: Bundle,
         *,
         collection: str = "passages",
         codec: str | None = None,

@@ -174,8 +174,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
         Raises:
             ConfigError: this model has its own decoder, and LangChain would make a new model from the options alone.
         """
-        answering: object = self.decoder.bundle
-        if answering is not self.store.bundle:
+        if self.decoder.bundle is not self.store.bundle:
             raise ConfigError(
                 "configurable_fields would lose this model's decoder, since LangChain makes a new model from the "
                 f"options: give {', '.join(fields)} to bind() or to the call"

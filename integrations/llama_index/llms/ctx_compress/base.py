@@ -26,7 +26,6 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 from llama_index.core.types import Model
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
@@ -81,7 +80,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     @property
     def metadata(self) -> LLMMetadata:
         """Return sizes and name of the decoder."""
-        bundle = self._bundle
+        bundle = self.store.bundle
         return LLMMetadata(
             context_window=bundle.backbone.window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
@@ -183,12 +182,8 @@ class CompressedContextLLM(DecoderLLM, LLM):
         return other
 
     @property
-    def _bundle(self) -> Bundle:
-        return cast(Bundle, self.store.bundle)
-
-    @property
     def _templated(self) -> bool:
-        return self._bundle.tokenizer.chat_template is not None
+        return self.store.bundle.tokenizer.chat_template is not None
 
     def _from_text(self, prompt: str, formatted: bool) -> Prompt:
         if formatted:

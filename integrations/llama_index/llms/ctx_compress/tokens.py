@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 from llama_index.core.memory import Memory
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.preparer import Preparer
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
@@ -51,7 +50,7 @@ def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Calla
         scope: tenant or user whose markers count as slots; None takes the scope of
             `ctx_compress_rag.store.marker.scope`, or else the store's.
     """
-    preparer = Preparer(cast(Bundle, store.bundle), store)
+    preparer = Preparer(store.bundle, store)
 
     def tokenize(text: str) -> list[int]:
         with nullcontext() if scope is None else in_scope(scope):
