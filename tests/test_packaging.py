@@ -33,7 +33,7 @@ LLAMA_INDEX = ("llama_index.postprocessor.ctx_compress", "llama_index.llms.ctx_c
 OWNERS = {"llama_cpp": ["llama-cpp-python"]} | importlib.metadata.packages_distributions()  # installed apart
 EXTRAS = PROJECT["optional-dependencies"]
 ORDER = [
-    "errors", "extras", "strict", "json_files", "process_bound", "prompt", "soft_context", "text", "models", "data",
+    "errors", "extras", "strict", "process_bound", "prompt", "soft_context", "text", "models", "data",
     "methods", "bundle", "published", "store", "decoding", "marking", "frameworks", "evaluation", "indexing",
     "training", "server", "adaptation", "cli",
 ]  # fmt: skip

@@ -32,8 +32,8 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import new_figure, save
 from ctx_compress_rag.evaluation.statistics import Interval
-from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.text.answers import exact_match, token_f1
+from ctx_compress_rag.training.engine.saved_states import write_json
 from ctx_compress_rag.training.resuming import weights_digest
 
 _FAMILY_QUESTIONS = 64  # of which up to 8 times as many as a question's demonstrations only demonstrate

@@ -49,14 +49,14 @@ from ctx_compress_rag.evaluation.answering import (
 from ctx_compress_rag.evaluation.baselines import count, extract, truncate
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
-from ctx_compress_rag.json_files import write_json
-from ctx_compress_rag.marking.sentences import nearest
+from ctx_compress_rag.marking.budget import nearest
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
+from ctx_compress_rag.training.engine.saved_states import write_json
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.prompts import shares
 from ctx_compress_rag.training.run import run_recipe

@@ -18,9 +18,8 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import extract, truncate
 from ctx_compress_rag.evaluation.questions import Question, digest
-from ctx_compress_rag.marking.budget import Sentence
+from ctx_compress_rag.marking.budget import Sentence, nearest
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.models.sentence_embedding import passage_vectors, question_vectors
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore

@@ -26,8 +26,8 @@ from ctx_compress_rag.store.connect import check_folder_name, connect
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.passage import passage_batches
 from ctx_compress_rag.store.place import Place
+from ctx_compress_rag.store.record import owned, passage_id, record_id
 from ctx_compress_rag.store.records import summarize
-from ctx_compress_rag.store.scope import owned, passage_id, record_id
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle

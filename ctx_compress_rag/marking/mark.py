@@ -21,8 +21,7 @@ from ctx_compress_rag.errors import (
     StoreWriteError,
     short_repr,
 )
-from ctx_compress_rag.marking.budget import Budget, Retrieved, Sentence, Shown
-from ctx_compress_rag.marking.sentences import nearest
+from ctx_compress_rag.marking.budget import Budget, Retrieved, Sentence, Shown, nearest
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, checked_passage

@@ -5,6 +5,9 @@ for its full-text index (measured: 11 kB for 1.2 kB of text), which is not neede
 
 A record is signed, so that nobody without the key can change it unnoticed. The signature covers hashes of text and
 payload, so that the text can still be read if the payload is damaged.
+
+A passage is stored under its id prefixed with the scope's digest, so that no tenant overwrites or reads another
+tenant's passage. A scope can read and overwrite its own passages, and read those of the default scope.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from typing import Any, Self
 from ctx_compress_rag.errors import PayloadError, short_repr
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import codec as codecs
-from ctx_compress_rag.store.marker import Signer
+from ctx_compress_rag.store.marker import DEFAULT_SCOPE, Signer
 from ctx_compress_rag.store.passage import Passage, StoredPassage
-from ctx_compress_rag.store.scope import passage_id
 
+_SCOPE_DIGITS = 32
 MAX_UNPACKED_BYTES = 16 << 20
 """A stored text that unpacks to more is not read, because a few megabytes of zlib can hold gigabytes."""
 
@@ -39,7 +42,7 @@ class Record:
     metadata: str  # as JSON
     text_hash: str
     full_hash: str
-    marker: str  # the marker id with its scope, see `scope.scoped_marker_id`
+    marker: str  # the marker id with its scope, see `scoped_marker_id`
     slots: int
     tokens: int  # number of source tokens that the slots stand for
     payload_hash: str
@@ -127,6 +130,38 @@ class Record:
     def _signed(self, id: str, collection: str) -> tuple[str, ...]:
         hashes, counts = (self.text_hash, self.payload_hash), (str(self.slots), str(self.tokens))
         return (collection, id, *hashes, self.marker, *counts, self.sentences, self.metadata)
+
+
+def record_id(id: str, scope: str) -> str:
+    """Return the id of the record of a scope's passage, which differs for each pair of scope and passage id."""
+    return f"{_digest(scope)}/{id}"
+
+
+def passage_id(record: str) -> str:
+    return record[_SCOPE_DIGITS + 1 :]
+
+
+def owned(record: str, scope: str) -> bool:
+    return record.startswith(f"{_digest(scope)}/")
+
+
+def readable(scope: str) -> list[str]:
+    """Return the scopes whose passages a scope may read, itself first."""
+    return list(dict.fromkeys((scope, DEFAULT_SCOPE)))
+
+
+def scoped_marker_id(marker_id: str, scope: str) -> str:
+    """Return a marker id with the scope's digest, as a record holds it, so that a marker finds its scope's record."""
+    return f"{marker_id}@{_digest(scope)}"
+
+
+def plain_marker_id(scoped: str) -> str:
+    """Return the marker id without the scope's digest, the inverse of `scoped_marker_id`."""
+    return scoped.partition("@")[0]
+
+
+def _digest(scope: str) -> str:
+    return hashlib.sha256(scope.encode("utf-8", "surrogatepass")).hexdigest()[:_SCOPE_DIGITS]
 
 
 def text_hash(fingerprint: str, id: str, passage: Passage) -> str:

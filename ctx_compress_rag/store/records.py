@@ -23,8 +23,15 @@ from ctx_compress_rag.store.key import StoreKey
 from ctx_compress_rag.store.marker import Marker, Signer
 from ctx_compress_rag.store.passage import Passage, StoreInfo, listed_passages, unique
 from ctx_compress_rag.store.place import Place
-from ctx_compress_rag.store.record import Record, full_hash, text_hash
-from ctx_compress_rag.store.scope import passage_id, readable, record_id, scoped_marker_id
+from ctx_compress_rag.store.record import (
+    Record,
+    full_hash,
+    passage_id,
+    readable,
+    record_id,
+    scoped_marker_id,
+    text_hash,
+)
 from ctx_compress_rag.store.sentences import pack, sentence_vectors
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from ctx_compress_rag.store.passage import (
     unique,
 )
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
+from ctx_compress_rag.store.record import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.records import Records, summarize
-from ctx_compress_rag.store.scope import owned, passage_id, plain_marker_id, readable, record_id
 from ctx_compress_rag.store.threads import caller_gone, shielded
 from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.strict import as_int, as_seconds

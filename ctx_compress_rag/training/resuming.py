@@ -11,10 +11,9 @@ from typing import Any
 
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints
+from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints, write_json
 
 FILES_KEY = "files_sha256"
 _RECIPE_FILE = "recipe.json"

@@ -15,11 +15,10 @@ from filelock import FileLock, Timeout
 
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
-from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import train
 from ctx_compress_rag.training.engine.processes import processes
-from ctx_compress_rag.training.engine.saved_states import writing
+from ctx_compress_rag.training.engine.saved_states import write_json, writing
 from ctx_compress_rag.training.recipe import STAGES, load_recipe
 from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
 

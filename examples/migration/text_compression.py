@@ -13,7 +13,7 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from ctx_compress_rag.evaluation.baselines import extract
-from ctx_compress_rag.marking.sentences import nearest
+from ctx_compress_rag.marking.budget import nearest
 from langchain_ctx_compress import CompressedContextPostprocessor
 from migration.app import App, answering, compare, make_app
 

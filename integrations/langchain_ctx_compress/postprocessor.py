@@ -11,8 +11,7 @@ from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
 from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
-from langchain_ctx_compress.documents import CompressedDocument, original, with_text
-from langchain_ctx_compress.sources import checked
+from langchain_ctx_compress.sources import CompressedDocument, checked, original, with_text
 
 
 class CompressedContextPostprocessor(

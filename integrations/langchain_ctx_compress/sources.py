@@ -1,4 +1,4 @@
-"""Turn markers back into text, for citations and for an LLM that knows no markers."""
+"""Documents that show what the prompt gets, and markers turned back into text, for citations and for other LLMs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,46 @@ from typing import Any, TypeVar
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
+from pydantic import PrivateAttr
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
-from langchain_ctx_compress.documents import original, with_text
 
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
+
+
+class CompressedDocument(Document):
+    """A document whose `page_content` is what a prompt shows of it, which is sentences, a marker, or both.
+
+    `restore_sources` gives back the text. A saved document becomes a plain one with this `page_content`.
+    """
+
+    _text: str = PrivateAttr("")
+
+    @classmethod
+    def of(cls, document: Document, shown: str) -> CompressedDocument:
+        """Return a document with `shown` as content and all else of `document`; values of metadata are shared."""
+        made = cls(id=document.id, page_content=shown, metadata=dict(document.metadata))
+        made._text = document.page_content
+        return made
+
+    @classmethod
+    def lc_id(cls) -> list[str]:
+        """Return the plain document's id, so that a saved document is loaded as a plain one."""
+        return Document.lc_id()
+
+
+def original(document: Document) -> Document:
+    """Return the document as it was before compression, if the document still knows its text."""
+    return with_text(document, document._text) if isinstance(document, CompressedDocument) else document
+
+
+def with_text(document: Document, text: str) -> Document:
+    """Return a copy with another text; values of its metadata are shared, because some cannot be copied."""
+    if isinstance(document, CompressedDocument):
+        return Document(id=document.id, page_content=text, metadata=dict(document.metadata))
+    return document.model_copy(update={"page_content": text, "metadata": dict(document.metadata)})
 
 
 def restore_sources(documents: Sequence[Document], store: SoftContextStore, scope: str | None = None) -> list[Document]:

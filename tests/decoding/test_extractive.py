@@ -19,7 +19,7 @@ from ctx_compress_rag.decoding.quoting import QuoteFilter
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.scope import record_id
+from ctx_compress_rag.store.record import record_id
 from ctx_compress_rag.text.quoting import quotable, without_question
 from ctx_compress_rag.text.tokenizing import text_ids
 from helpers.decoding import PASSAGES, QUESTION, apart

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ctx_compress_rag.evaluation.baselines import extract, truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.marking.sentences import nearest
+from ctx_compress_rag.marking.budget import nearest
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from helpers.sentences import unigram
 

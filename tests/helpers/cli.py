@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.world.world import World
 from ctx_compress_rag.store import codec as codecs
-from ctx_compress_rag.store.scope import passage_id
+from ctx_compress_rag.store.record import passage_id
 
 
 def save_bundle(bundle: Any, folder: Path, seed: int = 1) -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.scope import record_id
+from ctx_compress_rag.store.record import record_id
 
 PASSAGES = {
     "a": "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 
 from ctx_compress_rag import SoftContextStore
 from ctx_compress_rag.errors import ConfigError, RatioError
-from ctx_compress_rag.marking.sentences import nearest
+from ctx_compress_rag.marking.budget import nearest
 from helpers.frameworks import FRAMEWORKS, LangChain
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, joined
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ctx_compress_rag.marking.budget import nearest
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.marking.sentences import nearest
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle

@@ -15,7 +15,7 @@ from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store.key import KEY_FILE
-from ctx_compress_rag.store.scope import record_id
+from ctx_compress_rag.store.record import record_id
 from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"

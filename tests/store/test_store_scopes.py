@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import ConfigError, MissingPassageError
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store import marker as markers
-from ctx_compress_rag.store.scope import owned, passage_id, record_id
+from ctx_compress_rag.store.record import owned, passage_id, record_id
 from helpers.store import WordBundle, add, assert_same, passage
 from langchain_ctx_compress import CompressedContextPostprocessor
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassageError, StoreError
 from ctx_compress_rag.store import AddReport, SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
-from ctx_compress_rag.store.scope import record_id
+from ctx_compress_rag.store.record import record_id
 from helpers.forked import Forked
 from helpers.server import chroma_server
 from helpers.serving import listening

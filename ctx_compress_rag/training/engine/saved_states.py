@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.json_files import write_json
 from ctx_compress_rag.training.engine.optimizers import trained
 from ctx_compress_rag.training.engine.processes import processes
 
@@ -107,6 +106,13 @@ def complete_checkpoints(output: Path) -> list[Path]:
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write or replace a JSON file, so that a killed process leaves none half written. Raise OSError as `open`."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
 
 
 @contextmanager
