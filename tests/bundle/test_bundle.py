@@ -21,7 +21,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store import Passage, SoftContextStore
 from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
@@ -333,13 +333,17 @@ def test_what_is_shown_says_what_is_held_and_the_docstrings_examples_run(
         from_pretrained = staticmethod(lambda name: make_tiny_bundle())
 
     monkeypatch.chdir(tmp_path)
-    made: dict[str, Any] = {"Bundle": Opened, "Decoder": Decoder, "SoftContextStore": SoftContextStore}
-    for shown in (Bundle, Decoder):
+    made: dict[str, Any] = {each.__name__: each for each in (Decoder, SoftContextStore, Passage)} | {"Bundle": Opened}
+    for shown in (Bundle, Decoder, SoftContextStore, Passage):
         [example] = re.findall(r"```python\n(.*?)```", str(shown.__doc__), re.S)
         exec(textwrap.dedent(example), made)
     assert made["answer"].slots > 0
     assert all(part in repr(made["bundle"]) for part in ("'tiny'", "[4", " on cpu"))
     assert all(part in repr(made["decoder"]) for part in ("'tiny'", "1 passages", "'transformers'"))
+    assert "[[ctx:" in made["prompt"] and "cannot be read" in repr(made["store"])  # it was closed
+    with SoftContextStore("./chroma", made["bundle"]) as store:
+        assert all(part in repr(store) for part in ("'chroma'", "'tiny'", "ratio 4", "int8", "2 passages"))
+    assert repr(Passage("word " * 1000, "a", {"page": 3})).endswith("word ...', id='a', metadata={'page': 3})")
 
 
 def test_loading_is_said_on_a_terminal(make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,24 +130,17 @@ def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytes
     (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfmarked")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "wide.txt").write_text("The moth eats wax.", encoding="utf-16")  # whose bytes are LATIN1, too
     for other in ("x.png", "y.png", "LICENSE", ".hidden.txt", ".git/notes.txt"):
         (tmp_path / other).write_text("not this")
     scan = open_input(tmp_path)
     assert texts(scan) == {"a/b/Deep.MD": "# deep\n\ntext", "bom.txt": "marked", "empty.txt": " \n"}
     assert scan.cannot_read("latin.txt") and not scan.cannot_read("bom.txt")
-    assert scan.skipped() == "skipped: 2 .png, 2 .txt, 1 without a suffix"
+    assert scan.skipped() == "skipped: 2 .png, 3 .txt, 1 without a suffix"
     warnings = sorted(record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    assert len(warnings) == 2
+    assert len(warnings) == 3 and "iconv -f UTF-16 -t UTF-8" in warnings[2]
     assert "empty.txt': it is empty" in warnings[0]
     assert "latin.txt': it is not UTF-8 (byte 3)" in warnings[1] and "iconv" in warnings[1]
-
-
-def test_a_file_in_utf_16_is_told_its_encoding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As LATIN1 it would be indexed, with a zero byte after each letter."""
-    (tmp_path / "a.txt").write_text("The moth eats wax.", encoding="utf-16")
-    (tmp_path / "b.txt").write_text("The bee makes it.")
-    assert list(texts(open_input(tmp_path))) == ["b.txt"]
-    assert "iconv -f UTF-16 -t UTF-8" in caplog.text
 
 
 def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +291,11 @@ def test_a_question_in_another_language_is_warned_of_once(caplog: pytest.LogCapt
 
 
 def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -> None:
-    update(index, write_docs(tmp_path / "docs"))
     question = "Who is the mayor of the town?"
+    for asked, error in (([question], StoreError), ([question, " \n"], ConfigError)):
+        with pytest.raises(error, match="holds no passages|question is empty"):
+            index.search(asked, 4)
+    update(index, write_docs(tmp_path / "docs"))
     texts = {id: row[0] for id, row in contents(tmp_path / "chroma").items()}
     encoder = load_minilm()
     similar = encoder.similarity(encoder.encode(question), encoder.encode(list(texts.values())))[0].tolist()
@@ -331,15 +327,6 @@ def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path
         assert len(index.search(["Who is the mayor?"], 2)[0]) == 2
     with pytest.raises(StoreError, match=r"made with the embedder .*half', not 'minilm': leave --embedder out"):
         open_index(store, embedder="minilm")
-
-
-def test_what_is_refused(index: PassageIndex, tmp_path: Path) -> None:
-    docs = write_docs(tmp_path / "docs", files=1)
-    with pytest.raises(StoreError, match="holds no passages"):
-        index.search(["What?"], 4)
-    update(index, docs)
-    with pytest.raises(ConfigError, match="question is empty"):
-        index.search(["What?", " \n"], 4)
 
 
 def test_a_collection_of_someone_else_is_left_alone(tmp_path: Path, bundle_folder: Path) -> None:

@@ -175,16 +175,6 @@ def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask
     assert expand(store, store.marker("p", 4)) == passage(2)
 
 
-def test_an_id_with_several_texts_stands_for_the_stored_one(store: SoftContextStore, ask: Ask) -> None:
-    """Two indexes that count from one, or a passage beside its excerpts."""
-    passages = [(text, "good") for text in (passage(1), passage(2), GOOD, passage(1))]
-    assert ask(store, passages, on_missing="text")[2] == store.marker("good", 4)
-    shown = ask(store, passages)
-    assert [expand(store, text) for text in shown] == [text for text, _ in passages]
-    assert shown[2] == store.marker("good", 4)
-    assert ask(store, passages, on_missing="error") == shown
-
-
 def test_texts_are_not_expanded_beyond_all_measure(store: SoftContextStore) -> None:
     """300 kB of markers that would stand for 60 MB of text."""
     store.add([GOOD + " " * 10_000], ["long"], progress=False)

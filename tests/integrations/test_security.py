@@ -20,7 +20,6 @@ from ctx_compress_rag import SoftContextStore
 from ctx_compress_rag.errors import MissingPassageError, UnreadableMarkerError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import marker as markers
-from helpers.decoding import prefills
 from helpers.frameworks import FRAMEWORKS, every_way
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, rag
 from helpers.llama_index import HashedWords, watched
@@ -62,16 +61,6 @@ def test_a_stream_has_the_scope_of_where_it_is_read(app: App, tmp_path: Path) ->
         assert store.has([secret.page_content], ["safe"], scope="ben") == [False]
         with markers.scope("anna"):
             assert list(chain.stream(QUESTION)) and store.ids("anna") == ["safe"]
-
-
-async def test_scope_follows_a_chain(app: App) -> None:
-    expected = rag(app).invoke(QUESTION)
-    with markers.scope("anna"), prefills(app.bundle.backbone.model) as seen:
-        assert rag(app).invoke(QUESTION) == expected
-        assert "".join(rag(app).stream(QUESTION)) == expected
-        assert await rag(app).ainvoke(QUESTION) == expected
-        assert "".join([piece async for piece in rag(app).astream(QUESTION)]) == expected
-    assert len({len(prompt) for prompt in seen}) == 1
 
 
 @FRAMEWORKS

@@ -110,11 +110,12 @@ def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, 
         {"ratio": 0},
         {"ratio": 3},
         {"key": "a str of sixteen characters"},
+        {"bundle": "a name"},
     ],
 )
 def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises((ConfigError, RatioError), match=f"{next(iter(wrong))}(=| is bytes| . does not divide)"):
-        SoftContextStore(tmp_path / "new", WordBundle(), **wrong)
+        SoftContextStore(tmp_path / "new", **{"bundle": WordBundle()} | wrong)
     assert not (tmp_path / "new").exists()
 
 
@@ -134,17 +135,12 @@ for _ in range(10_000):
     "value", [HUGE, -(2**63) - 1, DEEP, float("nan"), {"a": DEEP}, "half \ud83d"], ids=lambda _: ""
 )
 def test_metadata_that_json_cannot_hold_stay_in_the_app(store: SoftContextStore, value: Any) -> None:
-    kept = {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True}
-    store.add([Passage(passage(0), "a", {"odd": value, HUGE: 1, "\udfff": 1} | kept)], progress=False)
-    assert store.get_passages(["a"])[0].metadata == kept
-
-
-def test_numbers_of_numpy_are_stored_as_pythons(store: SoftContextStore) -> None:
-    given = {"i": np.int64(3), "f": np.float32(0.5), "b": np.bool_(True), "s": np.str_("x"), "u": np.uint8(7)}
-    store.add([Passage(passage(0), "a", given)], progress=False)
+    """Numbers of NumPy are stored as Python's."""
+    given = {"page": 2**63 - 1, "kept": "é😀", "none": None, "yes": True}
+    numbers = {"i": np.int64(3), "f": np.float32(0.5), "b": np.bool_(True), "s": np.str_("x"), "u": np.uint8(7)}
+    store.add([Passage(passage(0), "a", {"odd": value, HUGE: 1, "\udfff": 1} | given | numbers)], progress=False)
     kept = store.get_passages(["a"])[0].metadata
-    assert kept == {"i": 3, "f": 0.5, "b": True, "s": "x", "u": 7}
-    assert {key: type(value) for key, value in kept.items()} == {"i": int, "f": float, "b": bool, "s": str, "u": int}
+    assert repr(sorted(kept.items())) == repr(sorted({**given, "i": 3, "f": 0.5, "b": True, "s": "x", "u": 7}.items()))
 
 
 @pytest.mark.parametrize("ids", ["p0", 5, None, ["half \ud83d"], [5], [DEEP], [b"p0"]], ids=lambda _: "")

@@ -31,14 +31,16 @@ def events() -> Iterator[Events]:
         yield events
 
 
-async def ask(engine: Any, way: str, question: str = QUESTION) -> tuple[str, Any]:
-    """The answer's text, read to its end, and the response."""
-    response = await engine.aquery(question) if "aquery" in way else await asyncio.to_thread(engine.query, question)
-    if way == "streamed query":
-        return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
-    if way == "streamed aquery":
+async def ask(engine: Any, way: str, message: str = QUESTION) -> tuple[str, Any]:
+    """The answer's text, read to its end, and the response, of a query or chat engine."""
+    method = getattr(engine, way.removeprefix("streamed "))
+    is_async = "aquery" in way or way.startswith("a")
+    response = await method(message) if is_async else await asyncio.to_thread(method, message)
+    if "stream" not in way:
+        return response.response or "", response
+    if is_async:
         return "".join([piece async for piece in response.async_response_gen()]), response
-    return response.response or "", response
+    return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
 
 
 def test_no_response_mode_is_left_out() -> None:
@@ -115,25 +117,15 @@ def chat_engine(app: App, mode: str, **arguments: Any) -> Any:
     )
 
 
-async def chat(engine: Any, way: str, message: str = QUESTION) -> tuple[str, Any]:
-    method = getattr(engine, way)
-    response = await method(message) if way.startswith("a") else await asyncio.to_thread(method, message)
-    if way == "stream_chat":
-        return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
-    if way == "astream_chat":
-        return "".join([piece async for piece in response.async_response_gen()]), response
-    return str(response), response
-
-
 @pytest.mark.parametrize("way", CHATS)
 @pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
 async def test_chat_engines_keep_the_conversation(app: App, events: Events, mode: str, way: str) -> None:
     """In condense-plus-context the LLM also completes: it condenses question and history, which hold no markers."""
     engine = chat_engine(app, mode, similarity_top_k=2)
-    first, response = await chat(engine, way)
+    first, response = await ask(engine, way)
     check_sources(response.source_nodes, app.nodes()[:2])
     assert restore_sources(response) == app.nodes()[:2]
-    second, _ = await chat(engine, way, "And when?")
+    second, _ = await ask(engine, way, "And when?")
     assert app.check_calls(events) == [first, second]
     assert all(sum(app.slots(str(call.messages))) > 0 for call in events.ended)
     kept = first.strip()  # LlamaIndex strips what was streamed
@@ -148,9 +140,9 @@ async def test_chat_engines_keep_the_conversation(app: App, events: Events, mode
 async def test_condense_question(app: App, events: Events, way: str) -> None:
     """Here an engine answers the condensed question: one call for each turn's answer, one to condense the second."""
     engine = chat_engine(app, "condense_question")
-    text, response = await chat(engine, way)
+    text, response = await ask(engine, way)
     assert app.check_calls(events) == [text]
     [asked] = response.sources  # `source_nodes` has them, too, unless the stream is async
     assert restore_sources(asked.raw_output) == app.nodes()
-    await chat(engine, way, "And when?")
+    await ask(engine, way, "And when?")
     assert len(app.check_calls(events)) == 3
