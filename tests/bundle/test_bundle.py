@@ -1,4 +1,4 @@
-"""Bundles: what is saved is what is loaded, and what is damaged is refused by name."""
+"""Bundles: what is saved is what is loaded, the decoder's weights when something needs them; damage is named."""
 
 import io
 import json
@@ -25,6 +25,7 @@ from ctx_compress_rag.store import Passage, SoftContextStore
 from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
+TEXT = "Orla kept bees in Pellmouth."
 
 
 @pytest.fixture(scope="module")
@@ -355,3 +356,42 @@ def test_loading_is_said_on_a_terminal(make_tiny_bundle: Any, tmp_path: Path, mo
         Bundle.from_pretrained(tmp_path / "shown").backbone.model  # noqa: B018
         text = said.getvalue()
         assert ("opening the bundle" in text, "loading the decoder" in text) == (terminal, terminal)
+
+
+def test_what_needs_no_weights_loads_none(folder: Path, tmp_path: Path) -> None:
+    whole, opened = Bundle.from_pretrained(folder, device="cpu"), Bundle.from_pretrained(folder, device="cpu")
+    with SoftContextStore(tmp_path / "chroma", whole) as store:
+        store.add([TEXT], ["bees"], progress=False)
+    assert whole.backbone.loaded
+    with SoftContextStore(tmp_path / "chroma", opened) as store:
+        [soft] = store.get(["bees"])
+        assert store.marker("bees", 8) and opened.can_read(16) and opened.positions(3) == 3
+    assert soft is not None and torch.equal(opened.embed(soft), whole.embed(soft))
+    for name in ("dim", "window", "device", "dtype", "commit", "adapters"):
+        assert getattr(opened.backbone, name) == getattr(whole.backbone, name)
+    assert opened.backbone.generation_config.eos_token_id == whole.backbone.model.generation_config.eos_token_id
+    assert opened.fingerprint == whole.fingerprint and not opened.backbone.loaded
+
+
+def test_weights_loaded_while_compressing_can_be_trained(folder: Path) -> None:
+    bundle = Bundle.from_pretrained(folder, device="cpu")
+    bundle.compress([TEXT])
+    parameters = bundle.backbone.train_adapter("reader")
+    with bundle.backbone.use("reader") as model:
+        model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+
+
+def test_weights_that_changed_since_the_opening_are_refused(folder: Path) -> None:
+    bundle = Bundle.from_pretrained(folder, device="cpu")
+    file = folder / "reader" / "adapter_model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file)
+    with pytest.raises(BundleError, match="changed after the bundle was opened"):
+        bundle.compress([TEXT])
+
+
+def test_it_can_be_saved_to_where_it_lies(folder: Path) -> None:
+    bundle = Bundle.from_pretrained(folder, device="cpu")
+    before = bundle.fingerprint
+    bundle.save_pretrained(folder)
+    assert Bundle.from_pretrained(folder, device="cpu").fingerprint == bundle.fingerprint == before

@@ -2,17 +2,14 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.runnables import ConfigurableField
-from peft import PeftConfig
 
-from ctx_compress_rag.adaptation.adapt import adapt, with_adapter
-from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.adapt import adapt
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
@@ -56,17 +53,6 @@ def test_several_side_by_side_in_threads(app: App, update: PredictedUpdate) -> N
     cached = app.llm(cache=InMemoryCache())
     assert [cached.invoke(question).text for _ in range(2)] == alone[:1] * 2
     assert adapt(cached, QUESTIONS, update).invoke(question).text == alone[1]
-    again = adapt(models[1], QUESTIONS, update)  # not on top of the first update
-    assert again.invoke(question).text == alone[1]
-
-
-def test_the_adapter_is_saved_for_peft(app: App, update: PredictedUpdate, tmp_path: Path) -> None:
-    llm = app.llm()
-    adapted = adapt(llm, DEMONSTRATIONS, update)
-    adapted.decoder.bundle.adapter.save_pretrained(tmp_path)
-    assert PeftConfig.from_pretrained(str(tmp_path)).peft_type == "LORA"
-    loaded = with_adapter(llm, Adapter.from_pretrained(tmp_path, app.bundle.backbone.model))
-    assert loaded.invoke(QUESTION).content == adapted.invoke(QUESTION).content != llm.invoke(QUESTION).content
 
 
 def test_what_cannot_be_adapted_says_so(app: App, update: PredictedUpdate) -> None:
