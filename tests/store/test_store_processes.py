@@ -1,8 +1,6 @@
 """A SoftContextStore and other processes: locks, forks; `tests/cli` kills a write."""
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,21 +15,22 @@ from ctx_compress_rag.store import AddReport, SoftContextStore
 from ctx_compress_rag.store.collection import Collection
 from ctx_compress_rag.store.key import KEY_FILE
 from ctx_compress_rag.store.place import ACCESS_FILE, DRAFT, LOCK_FILE, TURN_FILE, Folder, locked
-from helpers.forked import run_python
+from helpers.forked import Forked, run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
 
 @contextmanager
 def held_lock(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
     """Another process holds a lock: by default that of the writers' queue, as one does in the middle of a write."""
-    code = (
-        "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=1); input()"
-    )
-    command = [sys.executable, "-c", code, str(folder / name)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    code = """
+import filelock, sys, time
+with filelock.FileLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    with Forked(code, folder / name) as holder:
+        assert holder.stdout.readline() == "held\n"
         yield
-        holder.communicate("\n")
 
 
 def test_writers_of_two_processes_take_turns(tmp_path: Path, bundle: WordBundle) -> None:
