@@ -181,6 +181,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (anchor if linked.suffix == ".md" else anchor.lower()) in anchors, target
 
 
+def test_code_fits_on_the_page() -> None:
+    """The site scrolls what is wider."""
+    wide = [line for language in ("python", "py") for block in blocks(language) for line in block.splitlines()]
+    assert wide and [line for line in wide if len(line) > 88] == []
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -111,7 +111,11 @@ def plainly(app: App, question: str, name: str) -> str:
     return direct(app, [{"role": "system", "content": system}, {"role": "user", "content": question}])
 
 
-async def assert_same_every_way(case: Case, expected: list[str]) -> None:
+@pytest.mark.parametrize("name", CHAINS)
+async def test_every_chain_runs_every_way(app: App, name: str) -> None:
+    expected = [plainly(app, question, name) for question in QUESTIONS]
+    assert expected[0] != expected[1]
+    case = CHAINS[name](app)
     chain, answer, piece = case.runnable, case.answer, case.piece
     given = [case.given(question) for question in QUESTIONS]
     assert [answer(chain.invoke(each)) for each in given] == expected
@@ -120,13 +124,6 @@ async def assert_same_every_way(case: Case, expected: list[str]) -> None:
     assert answer(await chain.ainvoke(given[0])) == expected[0]
     assert [answer(result) for result in await chain.abatch(given)] == expected
     assert "".join([piece(part) async for part in chain.astream(given[0], **case.streamed)]) == expected[0]
-
-
-@pytest.mark.parametrize("name", CHAINS)
-async def test_every_chain_runs_every_way(app: App, name: str) -> None:
-    expected = [plainly(app, question, name) for question in QUESTIONS]
-    assert expected[0] != expected[1]
-    await assert_same_every_way(CHAINS[name](app), expected)
 
 
 @pytest.mark.parametrize(("form", "hole"), [("f-string", "{%s}"), ("jinja2", "{{ %s }}"), ("mustache", "{{%s}}")])
