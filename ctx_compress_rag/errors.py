@@ -2,6 +2,8 @@
 
 import reprlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def short_repr(value: object) -> str:
@@ -79,6 +81,17 @@ class RatioError(ConfigError):
 
 class DataError(CtxCompressError, ValueError):
     """Raised if training or evaluation data is malformed, or held-out questions are among the training data."""
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Raise a MissingExtraError that says how to install the extra if an import in the `with` block fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{error.name} is not installed: run pip install 'ctx-compress-rag[{extra}]'", name=error.name
+        ) from error
 
 
 def conversion_command(error: UnicodeDecodeError) -> str:

@@ -20,8 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import ctx_compress_rag
-from ctx_compress_rag.errors import MissingExtraError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import MissingExtraError, needs
 from ctx_compress_rag.training.recipe import FOLDERS, load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +32,7 @@ LLAMA_INDEX = ("llama_index.postprocessor.ctx_compress", "llama_index.llms.ctx_c
 OWNERS = {"llama_cpp": ["llama-cpp-python"]} | importlib.metadata.packages_distributions()  # installed apart
 EXTRAS = PROJECT["optional-dependencies"]
 ORDER = [
-    "errors", "extras", "strict", "process_bound", "prompt", "soft_context", "text", "models", "data",
+    "errors", "strict", "process_bound", "prompt", "soft_context", "text", "models", "data",
     "methods", "bundle", "published", "store", "decoding", "marking", "frameworks", "evaluation", "indexing",
     "training", "server", "adaptation", "cli",
 ]  # fmt: skip

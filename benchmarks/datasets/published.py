@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, write_jsonl
-from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import DataError, needs
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.evaluation.baselines import count, truncate
-from ctx_compress_rag.extras import needs
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 

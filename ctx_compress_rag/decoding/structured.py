@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.errors import ConfigError, short_repr
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import ConfigError, needs, short_repr
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import needs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,8 +13,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple, Self
 
-from ctx_compress_rag.errors import DataError, conversion_command
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import DataError, conversion_command, needs
 
 TEXTS = (".txt", ".md", ".rst", ".json")
 UNSTRUCTURED = (".txt", ".json")

@@ -11,8 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register

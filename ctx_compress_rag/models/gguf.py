@@ -15,8 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from safetensors import SafetensorError
 
-from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import BundleError, needs
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.strict import Strict
 

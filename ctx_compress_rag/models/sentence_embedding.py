@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.text.tokenizing import whole_characters
 
 if TYPE_CHECKING:

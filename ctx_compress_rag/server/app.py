@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError, needs
 from ctx_compress_rag.indexing.retrieval import Retrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike

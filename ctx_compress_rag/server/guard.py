@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.faults import fault
 from ctx_compress_rag.server.metrics import Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ctx_compress_rag.decoding.sampling import Generation
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import needs
 
 with needs("serve"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

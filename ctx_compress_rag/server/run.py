@@ -7,8 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.server.guard import is_local
 
 with needs("serve"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import needs
 from ctx_compress_rag.text.tokenizing import text_tokens
 
 # The splitter fails on white space of several bytes, such as U+0085.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import needs
 
 with needs("langchain"):
     import langchain_core  # noqa: F401 - names the extra before anything else fails

@@ -21,8 +21,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp
 from ctx_compress_rag.decoding.export import plain_reader
-from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.models.backbone import name_without_peft
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import write_decoder

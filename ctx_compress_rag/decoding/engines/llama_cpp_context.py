@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError, DecoderMemoryError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError, DecoderMemoryError, needs
 from ctx_compress_rag.prompt import Prompt
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.settings import own_settings
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.decoding.structured import closed_schema
-from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError, needs
 from ctx_compress_rag.prompt import Prompt
 
 _HERE = "use the engine 'transformers'"

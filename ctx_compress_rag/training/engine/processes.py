@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import needs
 
 if TYPE_CHECKING:
     from accelerate import PartialState

@@ -1,6 +1,6 @@
 """LlamaIndex LLM that reads soft contexts with a local decoder."""
 
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import needs
 
 with needs("llama-index"):
     from llama_index.llms.ctx_compress.base import CompressedContextLLM

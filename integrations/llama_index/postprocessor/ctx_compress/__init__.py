@@ -1,6 +1,6 @@
 """LlamaIndex postprocessor that replaces retrieved text by soft contexts."""
 
-from ctx_compress_rag.extras import needs
+from ctx_compress_rag.errors import needs
 
 with needs("llama-index"):
     from llama_index.postprocessor.ctx_compress.base import CompressedContextPostprocessor
