@@ -91,12 +91,12 @@ class CompressedContextLLM(DecoderLLM, LLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Return the answer to a prompt."""
-        return _completion(self._generate(self._from_text(prompt, formatted), kwargs))
+        return self._generate(self._from_text(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Return the answer to a conversation."""
-        return _chat(_completion(self._generate(self._from_messages(messages), kwargs)))
+        return _chat(self._generate(self._from_messages(messages), kwargs))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -206,10 +206,10 @@ class CompressedContextLLM(DecoderLLM, LLM):
     def sampling(self, given: Mapping[str, Any]) -> Sampling:
         return super().sampling({**self._json, **given})
 
-    def _generate(self, prompt: Prompt, given: dict[str, Any]) -> Generation:
+    def _generate(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
         sampling = self.sampling(given)
         with self.in_scope():
-            return _whole(self.decoder.generate([prompt], sampling)[0], sampling)
+            return _completion(self.decoder.generate([prompt], sampling)[0], sampling)
 
     def _stream(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponseGen:
         sampling = self.sampling(given)
@@ -227,15 +227,6 @@ class CompressedContextLLM(DecoderLLM, LLM):
         sampling = self.sampling(given)
         with self.in_scope():
             return _aresponses(await self.decoder.astream(prompt, sampling), sampling, shown)
-
-
-def _whole(answer: Generation, sampling: Sampling) -> Generation:
-    """Return the answer; raise ConfigError if its JSON was cut, because the engines that parse it do not say so."""
-    if sampling.json_schema is not None and answer.finish_reason == "length":
-        raise ConfigError(
-            f"max_tokens={sampling.max_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
-        )
-    return answer
 
 
 def _responses(pieces: Iterator[str | Generation], sampling: Sampling) -> CompletionResponseGen:
@@ -259,19 +250,24 @@ async def _aresponses(
 def _response(text: str, piece: str | Generation, sampling: Sampling) -> CompletionResponse:
     """Return the response so far, which adds a piece to the `text` of the last response."""
     if isinstance(piece, Generation):
-        return _completion(_whole(piece, sampling), delta="")
+        return _completion(piece, sampling, delta="")
     return CompletionResponse(text=text + piece, delta=piece)
 
 
-def _completion(generation: Generation, delta: str | None = None) -> CompletionResponse:
+def _completion(answer: Generation, sampling: Sampling, delta: str | None = None) -> CompletionResponse:
+    """Return a whole answer; raise ConfigError if its JSON was cut, because the engines that parse it do not say so."""
+    if sampling.json_schema is not None and answer.finish_reason == "length":
+        raise ConfigError(
+            f"max_tokens={sampling.max_tokens} cut the JSON: give a larger one; so far it is {answer.text!r}"
+        )
     usage = {
-        "prompt_tokens": generation.prompt_tokens,
-        "completion_tokens": generation.completion_tokens,
-        "total_tokens": generation.prompt_tokens + generation.completion_tokens,
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
-    raw = {"usage": usage, "slots": generation.slots, "finish_reason": generation.finish_reason}
-    logprobs = None if generation.logprobs is None else [_logprobs(token) for token in generation.logprobs]
-    return CompletionResponse(text=generation.text, delta=delta, raw=raw, additional_kwargs=usage, logprobs=logprobs)
+    raw = {"usage": usage, "slots": answer.slots, "finish_reason": answer.finish_reason}
+    logprobs = None if answer.logprobs is None else [_logprobs(token) for token in answer.logprobs]
+    return CompletionResponse(text=answer.text, delta=delta, raw=raw, additional_kwargs=usage, logprobs=logprobs)
 
 
 def _logprobs(token: TokenLogprob) -> list[LogProb]:
