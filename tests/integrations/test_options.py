@@ -2,15 +2,17 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ctx_compress_rag import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, RatioError
 from helpers.frameworks import FRAMEWORKS, LangChain
 from helpers.langchain import App
+from helpers.store import WordBundle
 
 
 @FRAMEWORKS
@@ -54,6 +56,15 @@ def test_a_postprocessor_refuses_impossible_options(
     with pytest.raises(error, match=message):
         framework.postprocessor(**{"store": app.store, **options})
     assert framework.postprocessor(store=app.store, ratio="16").ratio == 16
+
+
+@FRAMEWORKS
+def test_what_only_compresses_is_no_model(tmp_path: Path, framework: Any) -> None:
+    with (
+        SoftContextStore(tmp_path, WordBundle()) as store,  # type: ignore[arg-type]
+        pytest.raises(ConfigError, match="'words' has no decoder"),
+    ):
+        framework.llm(store=store)
 
 
 @FRAMEWORKS
