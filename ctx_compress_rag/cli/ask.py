@@ -12,6 +12,7 @@ import typer
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.text.answers import quoted_from
 
 if TYPE_CHECKING:
     from ctx_compress_rag.decoding.sampling import Generation
@@ -59,7 +60,6 @@ def ask(
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes
         from ctx_compress_rag.decoding.sampling import Sampling
-        from ctx_compress_rag.indexing.fit import Fit
         from ctx_compress_rag.indexing.retrieval import Retrieval
         from ctx_compress_rag.marking.mark import Marking
 
@@ -69,25 +69,27 @@ def ask(
             extractive = quotes(opened.bundle, engine)
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
         marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
-        retrieval, fit = Retrieval(opened, k, marking), Fit(opened.bundle)
+        retrieval = Retrieval(opened, k, marking)
         for each in _asked() if question is None else [question]:
-            fit.warn_of_question(each)
             prompt, sources = retrieval.retrieve([{"role": "user", "content": each}])
             _print(decoder.stream(prompt, sampling), sources, extractive)
 
 
 def _asked() -> Iterator[str]:
     """Yield the lines of the standard input that are not blank; ask for each on a terminal, else print each."""
-    typed = sys.stdin.isatty()
+    typed = asked = sys.stdin.isatty()
     while True:
         if typed:
             print("\nQuestion: ", end="", file=sys.stderr, flush=True)
         if not (line := sys.stdin.readline()):
-            return
+            break
         if line.strip():
+            asked = True
             if not typed:
                 print(shared.printable(f"\nQuestion: {line.strip()}"))
             yield line.strip()
+    if not asked:
+        raise ConfigError("the input holds no question: give one as the argument, or one a line")
 
 
 def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, Any]], extractive: bool) -> None:
@@ -99,8 +101,7 @@ def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, An
             print(shared.printable(piece if begun else piece.lstrip()), end="", flush=True)
             begun = begun or bool(piece.strip())
         else:
-            answer = piece.text.strip()
-            found = [f"[{number}]" for number, each in enumerate(sources, 1) if answer and answer in each["text"]]
+            found = [f"[{number}]" for number, each in enumerate(sources, 1) if quoted_from(piece.text, each["text"])]
             how = "Quoted" if extractive and sources else "Free answer"
             where = f", found in {', '.join(found)}" if found else ""
             read = "Read:" if sources else "No passage was read."

@@ -11,7 +11,7 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import Store
 
 
-@command("--store ./chroma ./chroma-copy", loads_models=False)
+@command("--store ./chroma ./chroma-copy")
 def backup(
     store: Store,
     target: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],

@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ctx_compress_rag.cli.shared import quiet_models
 from ctx_compress_rag.errors import CtxCompressError
 
 
@@ -54,11 +53,8 @@ def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
     return done
 
 
-def command(example: str, to: typer.Typer = app, *, loads_models: bool = True) -> Callable[[Run], Run]:
-    """Return a decorator that makes `some_name_` the command `some-name` of `to`, with its docstring as help.
-
-    A command that loads no models starts sooner without transformers, which is imported to keep its bars off.
-    """
+def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
+    """Return a decorator that makes `some_name_` the command `some-name` of `to`, with its docstring as help."""
 
     def register(run: Run) -> Run:
         name = run.__name__.rstrip("_").replace("_", "-")
@@ -68,8 +64,6 @@ def command(example: str, to: typer.Typer = app, *, loads_models: bool = True) -
             logging.basicConfig(format="%(levelname)s: %(message)s")
             logging.getLogger("ctx_compress_rag").setLevel(logging.INFO if verbose else logging.WARNING)
             try:
-                if loads_models:
-                    quiet_models()
                 run(**options)
             except KeyboardInterrupt:
                 anew = ", without --no-resume," if options.get("no_resume") else ""

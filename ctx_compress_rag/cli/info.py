@@ -10,7 +10,7 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import STORE, Store
 
 
-@command("--store ./chroma", loads_models=False)
+@command("--store ./chroma")
 def info(
     store: Store = STORE,
     prune: Annotated[

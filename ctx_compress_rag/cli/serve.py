@@ -107,6 +107,7 @@ def serve(
         else:
             served = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
             opened = stack.enter_context(SoftContextStore(store, served, collection=collection))
+            opened.warn_if_empty()
         name = served.config.name
         decoder = Decoder(served, opened, engine=engine, max_prompt_tokens=max_prompt_tokens, **options)
         app = create_app(decoder, keys, limits, allowed_host or (), retrieval)

@@ -117,13 +117,3 @@ def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
     given = {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
     check_options(engine, given)
     return given
-
-
-def quiet_models() -> None:
-    """Keep transformers from showing a progress bar and a report for each model that it loads."""
-    from huggingface_hub.utils.tqdm import enable_progress_bars
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # download bars, which the line above also disables

@@ -67,9 +67,10 @@ class FolderInput(Input):
     def __init__(self, path: Path) -> None:
         suffixes = readable()
         if not path.is_dir():
+            fault = "is not a folder" if path.exists() else "does not exist"
             raise DataError(
-                f"{str(path)!r} is not a folder: give the folder of your {', '.join(suffixes)} files, or a "
-                f"{', '.join(JSONL)} file"
+                f"{str(path)!r} {fault}: give the folder of your {', '.join(suffixes)} files, or a {', '.join(JSONL)} "
+                "file"
             )
         super().__init__(path, 0)
         self.files: list[Path] = []

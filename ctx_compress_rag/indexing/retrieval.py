@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from ctx_compress_rag.indexing.fit import Fit
 from ctx_compress_rag.indexing.index import PassageIndex
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import Message
@@ -22,6 +24,10 @@ class Retrieval:
     marking: Marking | None  # None shows the passages' whole text
     extractive: bool = False  # whether a server's answers quote, unless a request says otherwise or asks for JSON
 
+    @cached_property
+    def _fit(self) -> Fit:
+        return Fit(self.index.bundle)
+
     def is_question(self, chat: Sequence[Message], scope: str | None) -> bool:
         """Whether a chat ends with a message of the user, and no message of the chat has a readable marker."""
         split = (self.index.store.split(message["content"], scope, "text") for message in chat)
@@ -29,11 +35,11 @@ class Retrieval:
 
     def retrieve(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
         """Return the chat with passages in its last message, and the passages of which the prompt shows something.
-
         Each has `id`, `source`, `similarity`, `text` and what is shown: `sentences` (text), `slots` (their number).
         """
         *earlier, last = chat
         question, store = last["content"], self.index.store
+        self._fit.warn_of_question(question)
         [hits] = self.index.search([question], self.k)
         shown = [hit.text for hit in hits]
         if self.marking is not None:

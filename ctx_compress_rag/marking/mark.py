@@ -23,7 +23,7 @@ from ctx_compress_rag.errors import (
 )
 from ctx_compress_rag.marking.budget import Budget, Retrieved, Sentence, Shown, nearest
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import Marker, check_scope, escaped_markers
+from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, checked_passage
 from ctx_compress_rag.strict import as_int, as_list, validate
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
@@ -168,6 +168,8 @@ class Marking:
     def _find(self, passages: Sequence[_Passage]) -> None:
         """Set the id under which each text is stored, or None; compress missing texts if the options say so."""
         missing = self._located(passages)
+        if missing and len(missing) == len(passages):
+            self.store.warn_if_empty()
         if missing and self.on_missing == "error":
             raise MissingPassageError(
                 f"passage {missing[0].name} is not stored with this text ({len(missing)} missing): "
@@ -346,12 +348,13 @@ def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
     return slots + sum(len(text_ids(bundle.tokenizer, text)) for text in texts)
 
 
-def expand(store: SoftContextStore, text: str, scope: str | None = None) -> str:
+def expand(store: SoftContextStore, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> str:
     """Return a prompt with each marker of this key and scope replaced by the text that it stands for.
 
-    Raises ConfigError for a result of more than `MAX_EXPANDED` characters, and errors as `SoftContextStore.text_of`.
+    Raises ConfigError for a result of more than `MAX_EXPANDED` characters, and errors as `SoftContextStore.split` and
+    `text_of`.
     """
-    return _joined(store, store.split(text, scope), MAX_EXPANDED)
+    return _joined(store, store.split(text, scope, on_unreadable), MAX_EXPANDED)
 
 
 def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:

@@ -19,6 +19,7 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import folder_digest
+from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.soft_context import SoftContext, pool
 from ctx_compress_rag.text.tokenizing import text_ids
 
@@ -88,6 +89,7 @@ class OwnEncoder:
         folder = Path(config.encoder, config.subfolder or "")
         return folder if folder.is_dir() else None
 
+    @progress_line("loading the encoder")
     def _load(self) -> tuple[Any, Any]:
         from transformers import AutoModel, AutoTokenizer
 

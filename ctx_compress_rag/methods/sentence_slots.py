@@ -18,6 +18,7 @@ from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_minilm
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.sentences import split
@@ -110,6 +111,7 @@ class SentenceEncoder:
                 self._model = model
             return self._model
 
+    @progress_line("loading the encoder")
     def _load(self) -> SentenceTransformer:
         if self.name == PACKAGED:
             return load_minilm(str(self.device))

@@ -87,7 +87,7 @@ def open_decoder(
     if quantization_config is not None:
         placed.setdefault("device_map", {"": chosen})  # weights are quantized on their final device
     load: Callable[[], Any]
-    with _errors_named(name):
+    with _errors_named(name), progress_line(f"opening the decoder {name}"):
         if isinstance(name, GgufDecoder):
             config, tokenizer, unpack = open_gguf(gguf_file(name, revision))
             settings, load = _settings(config), lambda: _placed(weights_as(unpack(), weights), placed)
@@ -120,9 +120,24 @@ def load_decoder(
     return model.load(), tokenizer
 
 
-def progress_line(what: str) -> tqdm:
-    """Show a line on stderr, if it is a terminal, until the returned object is closed or its `with` block ends."""
-    return tqdm(desc=what, bar_format="{desc} ...", leave=False, disable=None)
+@contextmanager
+def progress_line(what: str) -> Iterator[None]:
+    """Show a line on stderr, if it is a terminal, in place of transformers' bars and reports of what is loaded."""
+    from huggingface_hub.utils.tqdm import enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # it reports what nothing reads, such as xRAG's map beside its decoder
+    if bars:
+        transformers_logging.disable_progress_bar()
+        enable_progress_bars()  # of downloads, which the line above also disables
+    try:
+        with tqdm(desc=what, bar_format="{desc} ...", leave=False, disable=None):
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
@@ -178,19 +193,13 @@ def _settings(config: Any) -> Any:
 
 def _load_folder(name: str | Path, where: dict[str, Any], dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
     packed = Path(name) / INT8_FILE
     if packed.exists():
         return _placed(_from_int8(packed, dtype), placed)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it reports what nothing reads, such as xRAG's map beside its decoder
-    try:
-        # Its annotations omit the loading info, which it returns with the model.
-        options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options, **where, **placed)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+    # Its annotations omit the loading info, which it returns with the model.
+    options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options, **where, **placed)
     model, found = loaded
     if missing := found["missing_keys"]:  # transformers initializes them at random and only logs it
         raise ValueError(f"its config names {len(missing)} weights that are not in its files, such as {min(missing)}")

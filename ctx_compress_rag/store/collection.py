@@ -90,6 +90,12 @@ class Collection:
         with self._reading() as found:
             return 0 if found is None else int(self._ask(found.count))
 
+    @shielded
+    def names(self) -> list[str]:
+        """Return the names of all collections of the place."""
+        with self.place.reading(self._read_timeout) as client:
+            return [] if client is None else sorted(each.name for each in client.list_collections())
+
     def ids(self) -> list[str]:
         return [id for (id,) in self._get()]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Never, Self
 
 import chromadb
 from tqdm.auto import tqdm
@@ -41,10 +42,12 @@ from ctx_compress_rag.store.record import owned, passage_id, plain_marker_id, re
 from ctx_compress_rag.store.records import Records, summarize
 from ctx_compress_rag.store.threads import caller_gone, shielded
 from ctx_compress_rag.store.transient import TransientParts
-from ctx_compress_rag.strict import as_int, as_seconds
+from ctx_compress_rag.strict import as_int, as_seconds, check_known
 
 if TYPE_CHECKING:  # it imports transformers
     from ctx_compress_rag.bundle.bundle import Bundle
+
+logger = logging.getLogger(__name__)
 
 _LEAST_TIMEOUT = 0.1
 
@@ -83,7 +86,7 @@ class SoftContextStore(ProcessBound):
         StoreError: the store cannot be opened, or has another format, codec or ratio than expected.
         StoreWriteError: there is no store yet, and this user may not create one there.
         RatioError: the bundle cannot make this ratio.
-        ConfigError: an argument has an impossible value.
+        ConfigError: an argument is unknown or has an impossible value.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class SoftContextStore(ProcessBound):
         scope: str = DEFAULT_SCOPE,
         lock_timeout: float = DEFAULT_TIMEOUT,
         read_timeout: float = READ_TIMEOUT,
+        **unknown: Never,
     ) -> None:
+        check_known("SoftContextStore", unknown, SoftContextStore.__init__.__kwdefaults__ or ())
         if isinstance(bundle, str | PathLike):
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
         self.bundle = bundle
@@ -113,6 +118,7 @@ class SoftContextStore(ProcessBound):
         self._records = Records(place, name, bundle, StoreKey(key, place), codec, ratio, *timeouts)
         self._writing = threading.Lock()
         self._transient = TransientParts()
+        self._said_empty = False
 
     # Writing
 
@@ -292,6 +298,15 @@ class SoftContextStore(ProcessBound):
         """Return True even for an empty store, because `if store` asks whether there is a store."""
         return True
 
+    def warn_if_empty(self) -> None:
+        """Log once, if nothing is stored, where that is: a passage was not found, and path or name may be wrong."""
+        if not self._said_empty and not len(self):
+            self._said_empty = True
+            logger.warning(
+                "nothing is stored yet in the collection %r of %s: if you expected passages, check both; there are: %s",
+                *(self._records.name, self._records.place.where, ", ".join(self._records.names()) or "none"),
+            )
+
     def info(self) -> StoreInfo:
         """Return the contents and the size of the store, with all its scopes. Reads every record."""
         return summarize(self._records, self._records.about)
@@ -342,6 +357,7 @@ class SoftContextStore(ProcessBound):
         found = self._records.find(ids, self._scope(scope), texts)
         missing = [id for id in ids if id not in found]
         if missing:
+            self.warn_if_empty()
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
         for key, record in found.values():
             record.check_payload(key)

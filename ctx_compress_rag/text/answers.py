@@ -81,6 +81,11 @@ def mentions_answer(text: str, answers: Sequence[str]) -> bool:
     return any(f" {' '.join(answer)} " in words for answer in map(_words, answers) if answer)
 
 
+def quoted_from(answer: str, text: str) -> bool:
+    """Whether an answer that is not blank is in a text, word for word."""
+    return bool(answer.strip()) and answer.strip() in text
+
+
 def declined(prediction: str) -> float:
     """Return 1.0 if the prediction is empty or `NO_ANSWER` after normalization, else 0.0."""
     return float(normalize_answer(prediction) in ("", normalize_answer(NO_ANSWER)))

@@ -13,6 +13,7 @@ from pydantic import PrivateAttr
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.answers import quoted_from
 
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
@@ -50,7 +51,9 @@ def with_text(document: Document, text: str) -> Document:
     return document.model_copy(update={"page_content": text, "metadata": dict(document.metadata)})
 
 
-def restore_sources(documents: Sequence[Document], store: SoftContextStore, scope: str | None = None) -> list[Document]:
+def restore_sources(
+    documents: Sequence[Document], store: SoftContextStore, scope: str | None = None, *, answer: str | None = None
+) -> list[Document]:
     """Return copies of an answer's documents, as the retriever found them, with texts, ids, and metadata with scores.
 
     Restoring twice is the same as once. A saved and loaded document gives back only its sentences and its marker's
@@ -60,14 +63,23 @@ def restore_sources(documents: Sequence[Document], store: SoftContextStore, scop
         documents: what the postprocessor returned, such as `result["context"]` of a retrieval chain.
         store: the store of the texts.
         scope: the scope that the postprocessor was given.
+        answer: the answer's text; then `metadata["quoted"]` says whether a document has it, word for word.
 
     Raises:
         ConfigError: `documents` is not a list of documents, or a document's markers stand for too much text.
+        UnreadableMarkerError: a saved and loaded document has a marker of another store's key, or of another scope.
         MissingPassageError: a passage was deleted, or, with a RAM bundle, this question's slots were dropped from
             memory to keep those of others.
     """
-    found = [original(each) for each in checked(documents)]
-    return [with_text(each, expand(store, each.page_content, scope)) for each in found]
+    restored = []
+    for each in checked(documents):
+        # In a text that is known, what looks like a marker are its author's words.
+        known = each._text if isinstance(each, CompressedDocument) else None
+        text = expand(store, each.page_content, scope, "error") if known is None else known
+        restored.append(with_text(each, text))
+        if answer is not None:
+            restored[-1].metadata["quoted"] = quoted_from(answer, text)
+    return restored
 
 
 def checked(documents: Sequence[Document]) -> Sequence[Document]:

@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
@@ -21,6 +22,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.store import Passage, SoftContextStore
 from helpers.models import read_both_ways, widen
 
@@ -348,14 +350,19 @@ def test_what_is_shown_says_what_is_held_and_the_docstrings_examples_run(
 
 
 def test_loading_is_said_on_a_terminal(make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line a model, in place of transformers' bars, which stay on for models that the app loads."""
     make_tiny_bundle().save_pretrained(tmp_path / "shown")
+    transformers_logging.enable_progress_bar()
     for terminal in (True, False):
         said = io.StringIO()
         monkeypatch.setattr(said, "isatty", lambda terminal=terminal: terminal, raising=False)
         monkeypatch.setattr("sys.stderr", said)
         Bundle.from_pretrained(tmp_path / "shown").backbone.model  # noqa: B018
+        load_minilm.__wrapped__()
         text = said.getvalue()
-        assert ("opening the bundle" in text, "loading the decoder" in text) == (terminal, terminal)
+        for shown in ("opening the bundle", "loading the decoder", "loading MiniLM"):
+            assert (shown in text) == terminal
+        assert "Loading weights" not in text and transformers_logging.is_progress_bar_enabled()
 
 
 def test_what_needs_no_weights_loads_none(folder: Path, tmp_path: Path) -> None:

@@ -189,6 +189,8 @@ def test_ask_reads_questions_until_the_end(run: Any, store: Path, monkeypatch: p
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n \nWho built the mill?"))
     assert run("ask", "--store", store) == 0
     assert run.out == "".join(said)
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    assert "give one" in run.fails("ask", "--store", store)
 
 
 def test_info(run: Any, store: Path, bundle_folder: Path) -> None:
@@ -215,7 +217,8 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
     index = ["index", docs, "--bundle", bundle_folder, "--store"]
     for command, message in (
         (["index", tmp_path / "none", "--store", new], "no .txt, .md"),
-        (["index", tmp_path / "missing", "--store", new], "is not a folder"),
+        (["index", tmp_path / "missing", "--store", new], "does not exist"),
+        (["index", docs / "file0.txt", "--store", new], "is not a folder"),
         (["index", docs, "--store", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
         ([*index, new, "--codec", "int3"], "int3"),
         ([*index, store, "--codec", "fp16"], "codec 'int8'"),

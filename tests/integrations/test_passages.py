@@ -11,7 +11,13 @@ import pytest
 import torch
 from langchain_core.documents import Document
 
-from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassageError, RatioError
+from ctx_compress_rag.errors import (
+    ConfigError,
+    CtxCompressError,
+    MissingPassageError,
+    RatioError,
+    UnreadableMarkerError,
+)
 from ctx_compress_rag.marking.mark import expand, mark
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, content_id
@@ -69,6 +75,33 @@ def test_marked_twice_is_marked_once_and_restored(store: SoftContextStore, frame
     restored = framework.restore(once, store, "anna")
     assert restored == found == framework.restore(restored, store) == framework.restore(deepcopy(once), store, "anna")
     assert {each.text for each in store.get_passages(["good", "new"], "anna")} == {GOOD, passage(1)}
+
+
+@FRAMEWORKS
+def test_restored_sources_say_which_of_them_an_answer_quotes(store: SoftContextStore, framework: Any) -> None:
+    found = [framework.found(passage(n), str(n), page=n) for n in range(3)]
+    answer = " " + " ".join(passage(1).split()[2:5]) + "\n"
+    marked = framework.mark(found, store=store)
+    for wanted, said in ((answer, [False, True, False]), (" ", [False] * 3)):
+        restored = framework.restore(marked, store, answer=wanted)
+        assert [each.metadata for each in restored] == [{"page": n, "quoted": has} for n, has in enumerate(said)]
+    assert framework.restore(marked, store) == found
+
+
+@FRAMEWORKS
+def test_sources_of_another_store_are_refused_and_what_an_author_wrote_is_not(
+    store: SoftContextStore, framework: Any, tmp_path: Path
+) -> None:
+    with SoftContextStore(tmp_path / "other", WordBundle(), key=b"o" * 32) as other:
+        marker = store.marker("good", 4)
+        saved = framework.found(marker, "good")  # as it comes back from JSON
+        assert framework.restore([saved], store)[0] == framework.found(GOOD, "good")
+        for wrong, scope in ((other, None), (store, "anna")):
+            with pytest.raises(UnreadableMarkerError):
+                framework.restore([saved], wrong, scope)
+        written = [framework.found(f"{passage(1)} {marker}", "forged")]
+        marked = framework.mark(written, store=other, ratio=8)
+        assert framework.restore(marked, other) == written
 
 
 class Toneless(WordBundle):

@@ -70,6 +70,16 @@ def test_passages_of_which_nothing_is_shown_are_no_sources(opened: PassageIndex)
     assert asked["content"].count("[[ctx:") == sum(source["slots"] > 0 for source in sources)
 
 
+def test_a_question_in_another_language_is_warned_of_once(
+    opened: PassageIndex, caplog: pytest.LogCaptureFixture
+) -> None:
+    retrieval = Retrieval(opened, 1, None)
+    foreign = "水泵的保修期有多长时间" * 3
+    for question, warnings in ((QUESTION, 0), (foreign, 1), (foreign, 1)):
+        retrieval.retrieve([{"role": "user", "content": question}])
+        assert len(caplog.records) == warnings
+
+
 def test_a_chat_with_markers_retrieves_nothing(
     asked: tuple[str, bool], opened: PassageIndex, answering: Decoder
 ) -> None:

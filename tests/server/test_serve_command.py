@@ -34,6 +34,17 @@ def test_a_ratio_that_cannot_be_made_is_refused_before_it_serves(
     assert "multiple of 4" in capsys.readouterr().err
 
 
+def test_a_collection_without_soft_contexts_is_said_before_it_serves(
+    index: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctx_compress_rag.server.run.serve", lambda *_, **__: None)  # as if stopped at once
+    command = ["serve", "--store", str(index), "--port", "0", "--bundle", str(index.parent / "bundle"), "--collection"]
+    for name, said in (("passages", 0), ("pasages", 1)):
+        assert main([*command, name]) == 0
+        assert len(caplog.records) == said
+    assert "passages-ctx" in caplog.text
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
 def test_a_hang_up_ends_it_as_sigterm_does(decoder: Decoder) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)

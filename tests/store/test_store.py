@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, PayloadError, RatioError, StoreError
+from ctx_compress_rag.errors import (
+    ConfigError,
+    FingerprintMismatchError,
+    MissingPassageError,
+    PayloadError,
+    RatioError,
+    StoreError,
+)
+from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoredPassage
 from ctx_compress_rag.store.key import KEY_FILE
@@ -37,6 +46,23 @@ def test_an_empty_store_answers(store: SoftContextStore, tmp_path: Path) -> None
     assert store.info().passages == 0
     assert bool(store)
     assert not (tmp_path / "chroma" / KEY_FILE).exists()  # reading leaves nothing behind
+
+
+@pytest.mark.parametrize("policy", ["compress", "text", "error", None])
+def test_a_store_that_holds_nothing_says_so_once_when_passages_are_looked_up(
+    tmp_path: Path, bundle: WordBundle, caplog: pytest.LogCaptureFixture, policy: Any
+) -> None:
+    """With its place and what else is there, as it may be mistyped. One that is written to says nothing."""
+    with SoftContextStore(tmp_path, bundle, collection="manuals") as right:
+        right.ensure([passage(0)], ["p0"])
+        assert right.get(["p1"]) == [None] and mark(right, [passage(1)], on_missing="text") == [passage(1)]
+    assert not caplog.records
+    with SoftContextStore(tmp_path, bundle, collection="manual") as mistyped:
+        for n in range(2):
+            with suppress(MissingPassageError):
+                mistyped.marker("p0", 4) if policy is None else mark(mistyped, [passage(n)], on_missing=policy)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path) in said and "'manual-ctx'" in said and "manuals-ctx" in said
 
 
 def test_passages_come_back_with_their_text(store: SoftContextStore) -> None:

@@ -15,9 +15,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.cli.shared import quiet_models
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import SHIPPED, parse_recipe
@@ -272,8 +272,8 @@ def test_the_report_includes_the_steps_since_the_last_log(decoder: Path, tmp_pat
 def test_progress_bar_is_shown_although_transformers_is_quiet(
     decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quiet_models()
-    run_recipe(write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2}))
+    with progress_line("all of it"):
+        run_recipe(write_recipe(decoder, "adapter", tmp_path / "out", {"steps": 2}))
     assert "2/2 [" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ from llama_index.core.schema import NodeWithScore
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.text.answers import quoted_from
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, own_text, with_text
 
 
@@ -20,7 +21,11 @@ class HasSources(Protocol):
 
 
 def restore_sources(
-    source: HasSources | Sequence[NodeWithScore], store: SoftContextStore | None = None, scope: str | None = None
+    source: HasSources | Sequence[NodeWithScore],
+    store: SoftContextStore | None = None,
+    scope: str | None = None,
+    *,
+    answer: str | None = None,
 ) -> list[NodeWithScore]:
     """Return the nodes that a response is based on, as the retriever found them, with text, metadata, ids and scores.
 
@@ -30,16 +35,23 @@ def restore_sources(
         source: a response of a query or chat engine, or nodes.
         store: the store of the texts; needed only for nodes whose text was replaced (`replace_text=True`).
         scope: the scope that the postprocessor was given.
+        answer: the answer's text; then `metadata["quoted"]` says whether a node has it, word for word.
 
     Raises:
         ConfigError: `source` has something other than scored nodes.
+        UnreadableMarkerError: a saved and loaded node has a marker of another store's key, or of another scope.
         MissingPassageError: a replaced text's passage was deleted from the store, or its text changed.
     """
-    done = restored(source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source]))
-    if store is not None:
-        for place, scored in enumerate(done):
-            if (text := expand(store, own_text(scored.node), scope)) != own_text(scored.node):
-                done[place] = NodeWithScore(node=with_text(scored.node, text), score=scored.score)
+    given = source if isinstance(source, Sequence) else getattr(source, "source_nodes", [source])
+    done = restored(given)
+    for place, scored in enumerate(done):
+        node, text = scored.node, own_text(scored.node)
+        if store is not None and scored is given[place]:  # else it knew its text, in which all are the author's words
+            text = expand(store, text, scope, "error")
+            node = node if text == own_text(node) else with_text(node, text)
+        if answer is not None:
+            node = node.model_copy(update={"metadata": {**node.metadata, "quoted": quoted_from(answer, text)}})
+        done[place] = NodeWithScore(node=node, score=scored.score)
     return done
 
 
