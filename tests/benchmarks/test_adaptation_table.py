@@ -10,76 +10,21 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.__main__ import main
-from benchmarks.adaptation.cost import phases
 from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.run import evaluate
-from benchmarks.adaptation.systems import BaseAdapter, Recipes, System, TestTimeSGD, mean_over
-from benchmarks.timing.phases import count_flops
-from ctx_compress_rag.adaptation.adapt import adapted, rows_of
+from benchmarks.adaptation.systems import BaseAdapter, TestTimeSGD, mean_over
+from ctx_compress_rag.adaptation.adapt import adapted
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
-from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.prompts import PromptBuilder
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter, small_recipes, train_all
-
-
-@pytest.fixture(scope="module")
-def trained(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_all(tmp_path_factory.mktemp("trained"), bundle_folder)
-
-
-def test_baselines_read_what_the_paper_says(trained: Path, adaptive: Decoder) -> None:
-    """Few-shot: the demonstrations as earlier turns. Prompt tuning: the trained vectors before the prompt."""
-    systems = {system.name: system for system in Recipes.find(trained / "recipes").systems(adaptive)}
-    episode = Episode("task", tuple(DEMONSTRATIONS), QUESTIONS[0])
-    turns = [m for d in DEMONSTRATIONS for m in (*d.chat(), {"role": "assistant", "content": d.answer})]
-    assert systems["base adapter, few-shot"].chat(episode) == [*turns, *QUESTIONS[0].chat()]
-    tuned, chat = systems["prompt tuning"], QUESTIONS[0].chat()
-    [prefix] = load_file(trained / "out" / "prefix" / "prefix.safetensors").values()
-    answer = tuned.adapt(adaptive, episode).generate([tuned.chat(episode)], Sampling(max_tokens=8))[0].text
-    ids = adaptive.bundle.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    with adaptive.bundle.text_decoder() as model:
-        embeds = torch.cat([prefix, model.get_input_embeddings()(torch.tensor(ids))])[None]
-        out = model.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
-    assert prefix.shape == (3, 32)
-    assert answer == adaptive.bundle.tokenizer.decode(out[0], skip_special_tokens=True)
-
-
-def test_flops_are_those_of_the_matrix_products(adaptive: Decoder) -> None:
-    """Counted by hand for one demonstration: weights twice per token, attention, factors, the predictor."""
-    model = adaptive.bundle.backbone.model
-    base = random_adapter(model, 4, seed=3)
-    episode = Episode("task", (DEMONSTRATIONS[1],), DEMONSTRATIONS[2])
-    one = Sampling(max_tokens=1)
-
-    def flops(adaptation: Any) -> tuple[int, int]:
-        return count_flops(phases(adaptive, System("it", adaptation), episode, one))
-
-    [row] = rows_of(adaptive, episode.support)
-    tokens, width, layers = len(row.answers), 32, 2
-    linear = sum(m.weight.numel() for n, m in model.model.named_modules() if n.endswith("_proj"))
-    attention = layers * 2 * 2 * tokens * tokens * width
-    factors = 2 * tokens * sum(t.numel() for t in (*base.a.values(), *base.b.values()))
-    forward = 2 * tokens * linear + attention + factors
-    config = PredictorConfig(inner_steps=1, inner_learning_rate=0.1, demonstrations=1, hidden=8, code=4)
-    update = PredictedUpdate.build(base, adaptive.bundle, config)
-    predictor = 2 * sum(p.numel() for p in update.predictor.parameters() if p.ndim == 2)
-    assert flops(BaseAdapter(base))[0] == 0
-    assert flops(update)[0] == pytest.approx(forward + predictor, rel=0.02)
-    steps = {k: flops(TestTimeSGD(base, k, 0.1))[0] for k in (1, 2, 5)}
-    assert steps[2] == 2 * steps[1] and steps[5] == 5 * steps[1]
-    assert 1.8 * forward < steps[1] < 3.5 * forward
-    answered, plain = flops(BaseAdapter(base))[1], flops(BaseAdapter(None))[1]
-    prompt = len(rows_of(adaptive, [episode.query])[0].answers) - int(
-        rows_of(adaptive, [episode.query])[0].answers.sum()
-    )
-    assert answered - plain == factors // tokens * prompt
+from helpers.adaptation import small_recipes
 
 
 def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -104,7 +49,7 @@ def test_the_command_trains_and_scores(
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
     data = {"files": [str(tmp_path / "one.jsonl")], "passages": 1}
     files = small_recipes(tmp_path, bundle_folder, steps=50, data=data)
-    for name in ("prefix", "k2", "task"):
+    for name in ("k2", "task"):
         files[name].unlink()
     out, test = tmp_path / "scores", tmp_path / "two.jsonl"
     command = ["adapt-eval", "--recipes", str(tmp_path / "recipes"), "--data", str(test), "--budget", "1"]
@@ -122,16 +67,25 @@ def test_the_command_trains_and_scores(
     base = Adapter.from_pretrained(out / "trained" / "base", adaptive.bundle.backbone.model)
     update = PredictedUpdate.from_pretrained(out / "trained" / "k1", adaptive)
 
-    def asked(episode: Episode, adaptation: Any, **changes: Any) -> str:
+    def asked(episode: Episode, adaptation: Any, shots: bool = False, **changes: Any) -> str:
         changed = adapted(adaptive, adaptation.adapt(adaptive, episode.support))
-        chat = replace(episode.query, **changes).chat()
+        shown = [m for d in episode.support for m in (*d.chat(), {"role": "assistant", "content": d.answer})]
+        chat = [*(shown if shots else ()), *replace(episode.query, **changes).chat()]
         return changed.generate([chat], Sampling(max_tokens=3))[0].text.strip()
 
     mean = mean_over(update, adaptive, [episode.support for episode in episodes])
     sgd = TestTimeSGD(base, 1, update.config.inner_learning_rate)
     ways = {"base adapter": BaseAdapter(base), "RAG-GD, K=1": update, "TT-SGD, K=1": sgd, mixed: mean}
-    kept = {name: said_by(out, name) for name in (*ways, "query only")}
-    assert kept["query only"] == [asked(episode, BaseAdapter(None), passages=()) for episode in episodes]
+    kept = {name: said_by(out, name) for name in ways}
+    assert said_by(out, "query only") == [asked(e, BaseAdapter(None), passages=()) for e in episodes]
+    assert said_by(out, "base adapter, few-shot") == [asked(e, BaseAdapter(base), shots=True) for e in episodes]
+    [prefix] = load_file(out / "trained" / "prefix" / "prefix.safetensors").values()
+    tokenizer = adaptive.bundle.tokenizer
+    ids = tokenizer.apply_chat_template(episodes[0].query.chat(), add_generation_prompt=True)["input_ids"]
+    with adaptive.bundle.text_decoder() as model:
+        embeds = torch.cat([prefix, model.get_input_embeddings()(torch.tensor(ids))])[None]
+        tuned = model.generate(inputs_embeds=embeds, max_new_tokens=3, do_sample=False)
+    assert said_by(out, "prompt tuning")[0] == tokenizer.decode(tuned[0], skip_special_tokens=True).strip()
     for name, adaptation in ways.items():
         assert kept[name] == [asked(episode, adaptation) for episode in episodes]
         for metric, key in ((token_f1, "f1"), (exact_match, "exact_match")):

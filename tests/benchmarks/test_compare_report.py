@@ -1,39 +1,36 @@
 """What the report of a comparison says of scores: intervals, methods shown, orderings; and its control."""
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.compare.config import Comparison
+from benchmarks.compare.config import Comparison, Ordering
 from benchmarks.compare.control import with_other_passages
-from benchmarks.compare.report import methods_shown, orderings, read_report
+from benchmarks.compare.report import Cell, EntryRow, Results, methods_shown, orderings
 from benchmarks.scoring.paired import paired_difference
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.questions import Question
 
-ENTRY = {"note": "", "method": {"name": "mean_pooling"}, "stages": [{"share": 1, "stage": "answer"}]}
+COUNT = 40
+CLAIMS = Comparison.model_construct(
+    orderings=[
+        Ordering(claim="the first claim", better="pooled", worse="coarse"),
+        Ordering(claim="the second claim", better="pooled", worse="tokens"),
+    ]
+)
 
 
-def comparison() -> Comparison:
-    """Two claims of three entries, whose scores `written` gives."""
-    return Comparison.model_validate(
-        {
-            "ratios": [4, 8],
-            "batch_size": 2,
-            "data": {"files": ["train.jsonl"], "test": "test.jsonl"},
-            "decoder": "decoder",
-            "settings": {},
-            "entries": {"pooled": ENTRY, "coarse": ENTRY | {"ratios": [8]}, "tokens": ENTRY},
-            "orderings": [
-                {"claim": "the first claim", "better": "pooled", "worse": "coarse"},
-                {"claim": "the second claim", "better": "pooled", "worse": "tokens"},
-            ],
-        }
-    )
+def scored(entries: dict[str, dict[int, list[float]]], guessed: list[float] | None = None) -> Results:
+    """Results with these F1 scores of entries at ratios, and without context or with another question's slots."""
+    guesses = guessed or [0.0] * COUNT
+
+    def row(name: str, by_ratio: dict[int, list[float]]) -> EntryRow:
+        cells = {ratio: Cell(f1, f1, None, 64 / ratio, ratio, 8.0) for ratio, f1 in by_ratio.items()}
+        return EntryRow(name, "mean_pooling", cells, {"interrupted": False}, guesses)
+
+    full = [1.0] * COUNT
+    return Results({}, full, guesses, full, guesses, [row(*entry) for entry in entries.items()], [])
 
 
 def test_pairing_narrows_the_interval() -> None:
@@ -44,66 +41,47 @@ def test_pairing_narrows_the_interval() -> None:
     assert (found.low, found.value, found.high) == pytest.approx((0.05, 0.05, 0.05))
 
 
-def written(
-    folder: Path,
-    scores: dict[str, dict[int, list[float]]],
-    guessed: list[float] | None = None,
-) -> Path:
-    """A comparison's folder with these F1 scores: entries' at ratios, and without context or with another's."""
-    count = 40
-    (folder / "results").mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"steps": 4, "questions": count, "passages": 1}))
-
-    def row(system: str, ratio: int | None, f1: list[float], tokens: float) -> dict[str, Any]:
-        return {
-            "system": system, "ratio": ratio, "f1": f1, "exact_match": f1, "prompt_tokens": tokens, "stored_bytes": 8.0
-        }  # fmt: skip
-
-    whole = [row("full text", None, [1.0] * count, 74.0), row("no context", None, guessed or [0.0] * count, 10.0)]
-    whole.append(row("truncation", 8, [0.5, 0.0] * 20, 18.0))
-    (folder / "results" / "baselines.json").write_text(json.dumps({"name": "baselines", "scores": whole}))
-    for name, by_ratio in scores.items():
-        rows = [row("soft context", ratio, f1, 10 + 64 / ratio) for ratio, f1 in by_ratio.items()]
-        result = {
-            "method": {"name": "mean_pooling"}, "scores": rows, "trained_parameters": 1, "training_seconds": 1.0,
-            "training_tokens": 1, "compress_seconds": 1.0, "interrupted": False,
-            "another_passage": {"f1": guessed or [0.0] * count},
-        }  # fmt: skip
-        (folder / "results" / f"{name}.json").write_text(json.dumps(result))
-    return folder
-
-
-def test_orderings_say_what_held(tmp_path: Path) -> None:
+def test_orderings_say_what_held() -> None:
     rng = np.random.default_rng(1)
-    low, high = (rng.random(40) * 0.3).tolist(), (0.6 + rng.random(40) * 0.3).tolist()
-    noise = rng.permutation([0.0, 1.0] * 20).tolist()
-    for coarse, verdict in ((low, "held"), (high, "not shown"), ([1.0] * 40, "reversed")):
-        folder = written(tmp_path / verdict, {"pooled": {4: noise, 8: high}, "coarse": {8: coarse}})
-        first, second = orderings(comparison(), read_report(comparison(), folder))
+    low, high = (rng.random(COUNT) * 0.3).tolist(), (0.6 + rng.random(COUNT) * 0.3).tolist()
+    noise = rng.permutation([0.0, 1.0] * (COUNT // 2)).tolist()
+    for coarse, verdict in ((low, "held"), (high, "not shown"), ([1.0] * COUNT, "reversed")):
+        first, second = orderings(CLAIMS, scored({"pooled": {4: noise, 8: high}, "coarse": {8: coarse}}))
         assert first.startswith(f"- **{verdict}**: the first claim: pooled over coarse at 8x ")
         assert f"{np.mean(high) - np.mean(coarse):+.3f} (" in first
         assert second == "- **not measured**: the second claim (tokens has no result)"
-    folder = written(tmp_path / "both", {"pooled": {4: noise, 8: high}, "tokens": {4: low, 8: low}})
-    line = orderings(comparison(), read_report(comparison(), folder))[1]
+    line = orderings(CLAIMS, scored({"pooled": {4: noise, 8: high}, "tokens": {4: low, 8: low}}))[1]
     fours, eights = np.mean(noise) - np.mean(low), np.mean(high) - np.mean(low)
     assert f"pooled over tokens {(fours + eights) / 2:+.3f} (" in line
     assert f"; 4x {fours:+.3f} (" in line and f", 8x {eights:+.3f} (" in line
-    # Always a little more, where neither reads its slots: the decoder guesses as much without them.
-    more = [value + 0.02 for value in low]
-    guessing = written(tmp_path / "guessing", {"pooled": {8: more}, "coarse": {8: low}}, rng.permutation(low).tolist())
-    line = orderings(comparison(), read_report(comparison(), guessing))[0]
-    assert line.startswith("- **not shown**") and "at 8x +0.020 (+" in line
 
 
-def test_a_method_is_shown_by_three_standard_errors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("winner", "loser", "verdict"),
+    [
+        (0.02, 0.0, "not shown"),  # always a little more, where neither reads its slots
+        (0.3, 0.25, "held"),  # the loser reads its slots
+        (0.3, 0.0, "held"),  # far apart, and the winner does
+    ],
+)
+def test_an_ordering_says_nothing_of_entries_that_do_not_read(winner: float, loser: float, verdict: str) -> None:
+    """A tenth is answered without a context, or with any slots, and by entries that do not read theirs."""
+    rng = np.random.default_rng(0)
+    noise = (rng.random(COUNT) * 0.2).tolist()
+    pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
+    line = orderings(CLAIMS, scored({"pooled": {8: pooled}, "coarse": {8: coarse}}, rng.permutation(noise).tolist()))[0]
+    assert line.startswith(f"- **{verdict}**") and "(+" in line  # the difference's interval is above zero each time
+
+
+def test_a_method_is_shown_by_three_standard_errors() -> None:
     """No context and other passages answer nothing here, so that a gain is the score itself."""
     rng = np.random.default_rng(2)
     for error, verdict in ((2.9, "not shown"), (3.1, "shown")):
-        scores = rng.random(40)
-        scores += error * np.std(scores, ddof=1) / math.sqrt(40) - scores.mean()
+        scores = rng.random(COUNT)
+        scores += error * np.std(scores, ddof=1) / math.sqrt(COUNT) - scores.mean()
         gain = f"{scores.mean():+.3f} ± "
-        folder = written(tmp_path / verdict, {"pooled": {4: scores.tolist(), 8: [1.0] * 40}, "coarse": {8: [0.0] * 40}})
-        first, second = methods_shown(read_report(comparison(), folder))
+        found = scored({"pooled": {4: scores.tolist(), 8: [1.0] * COUNT}, "coarse": {8: [0.0] * COUNT}})
+        first, second = methods_shown(found)
         assert first.startswith(f"- **{verdict}**: pooled at 4x: over no context {gain}")
         assert f"over another passage {gain}" in first
         assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")

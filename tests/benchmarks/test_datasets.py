@@ -102,10 +102,6 @@ FILES: dict[str, Any] = {
     "multinews": (news, ("Summarize the documents.", ("Both.",), ("One \n more.", "Two."), ())),
 }  # fmt: skip
 HUB: dict[str, Any] = {
-    "hotpotqa": WIKI | {
-        "context": {"title": [p[0] for p in PAGES], "sentences": [p[1] for p in PAGES]},
-        "supporting_facts": {"title": [f[0] for f in FACTS], "sent_id": [f[1] for f in FACTS]},
-    },
     "triviaqa": {
         "question": "Who drew it?", "answer": {"value": "Ada Quill", "aliases": ["Quill"]},
         "entity_pages": {"title": ["Brenmoor Light", "Gone"], "wiki_context": [TEXT, ""]},
@@ -142,10 +138,3 @@ def test_retrieved_passages_take_the_place_of_a_sets_own(name: str, tmp_path: Pa
     convert(name, file, tmp_path / "out.jsonl")
     answers = [("Ada Quill", "Quill") if name == "musique" else ("Ada Quill",), ("Ada Quill",)]
     assert written(tmp_path) == [("Who drew it?", accepted, JOINED, ()) for accepted in answers]
-
-
-def test_a_row_of_the_hub_becomes_the_same() -> None:
-    [example] = SETS["hotpotqa"].convert(HUB["hotpotqa"])
-    [turn] = example.turns
-    evidence = tuple(e for e in turn.evidence if any(e in passage for passage in example.passages))
-    assert (turn.question, turn.answers, example.passages, evidence) == FILES["hotpotqa"][1]

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.timing.concurrency import concurrency, over_generate
-from benchmarks.timing.speed import first_token, indexing_speed, random_bundle
+from benchmarks.timing.speed import first_token, indexing_speed
 from benchmarks.timing.training_speed import training_speed
-from benchmarks.world import BUNDLE
 from benchmarks.world.world import World
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.store import SoftContextStore
@@ -65,11 +63,6 @@ def test_one_answer_is_timed_beside_generate(talkative: Any, tmp_path: Path) -> 
         [marker] = store.markers(store.ensure(["Orla kept bees."]), 4)
         found = over_generate(Decoder(talkative, store), f"{marker} Who?", 3, rounds=1)
     assert set(found) == {"generate", "merged", "apart"} and min(found.values()) > 0
-
-
-def test_the_decoder_that_is_timed_reads_every_token_of_the_bundle() -> None:
-    tokenizer = Bundle.from_pretrained(BUNDLE).tokenizer
-    assert random_bundle(tokenizer).backbone.embeddings.weight.shape[0] >= len(tokenizer)
 
 
 @pytest.mark.slow

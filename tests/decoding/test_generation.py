@@ -93,10 +93,6 @@ def test_a_seed_makes_sampling_reproducible(decoder: Decoder, prompts: list[Any]
     hot = {"max_tokens": 12, "temperature": 2.0}
     others = [decoder.generate([QUESTION], Sampling(**hot, seed=seed))[0].text for seed in (1, 2, None, None)]
     assert len(set(others)) == 4
-    assert (
-        decoder.generate([QUESTION], Sampling(max_tokens=12, temperature=1e-4, seed=1))[0].text
-        == decoder.generate([QUESTION], Sampling(max_tokens=12))[0].text
-    )
 
 
 def test_samples_follow_the_distribution(bundle: Any) -> None:

@@ -1,7 +1,6 @@
 """Scoring several sets of questions, and those that have no answer."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import harness
-from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED, Answers, SystemAnswers
-from ctx_compress_rag.evaluation.baselines import truncate
+from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers
 from ctx_compress_rag.evaluation.harness import table
-from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets
 from ctx_compress_rag.models.sentence_embedding import passage_vectors
 from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
-from helpers.ram import plain_ids
 
 
 def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
@@ -61,30 +58,6 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     assert all(row["declined"] is not None for row in saved["scores"])
     with pytest.raises(DataError, match="'set1'"):
         question_sets([files[0], files[0]], 9)
-
-
-def test_others_add_systems_and_tables(tiny_bundle: Any, tmp_path: Path) -> None:
-    """A shortener is scored as a baseline, at the same budget; an extra table gets the answers."""
-    questions = questions_of(world_examples("test", 0, 3, max_turns=1, passages=(1,)))
-    budgets: list[int] = []
-
-    def first_words(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
-        budgets.append(budget)
-        return truncate([passage.upper() for passage in passages], tokenizer, budget)
-
-    def lengths(bundle: Any, asked: Any, answers: SystemAnswers, folder: Path) -> tuple[str, Any]:
-        assert asked == questions and folder.is_dir()
-        return "| lengths |", {f"{key}": len(given.texts) for key, given in answers.items()}
-
-    options: dict[str, Any] = {"shorteners": {"shouted": first_words}, "max_tokens": 4, "sentences": False}
-    scored = evaluate_sets(tiny_bundle, {"mine": questions}, (4, 8), tmp_path, extras={"lengths": lengths}, **options)
-    systems = [(score.system, score.ratio) for score in scored["mine"].scores]
-    assert systems[2:] == [(system, ratio) for ratio in (4, 8) for system in (SOFT, TRUNCATED, "shouted")]
-    slots = [-(-len(plain_ids(tiny_bundle, q.passages[0])) // ratio) for ratio in (4, 8) for q in questions]
-    assert budgets == slots
-    saved = json.loads((tmp_path / "scores.json").read_text())
-    assert saved["lengths"] == {f"{key}": 3 for key in systems}
-    assert "| lengths |" in (tmp_path / "scores.md").read_text()
 
 
 def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The evaluation harness, against answers made and scored one by one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ctx_compress_rag.evaluation.answering import (
     answer_each,
     each_store,
 )
+from ctx_compress_rag.evaluation.baselines import truncate
 from ctx_compress_rag.evaluation.harness import evaluate, systems_of
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark
@@ -38,10 +40,15 @@ def test_questions_take_the_first_of_each_example_first() -> None:
 def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt is that which is built here, from MiniLM's cosines of passages and sentences."""
     encoder = load_minilm()
+
+    def shouted(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
+        return truncate([passage.upper() for passage in passages], tokenizer, budget)
+
+    added: Any = {"shorteners": {"shouted": shouted}}
     monkeypatch.setattr(tiny_bundle, "config", tiny_bundle.config.model_copy(update={"text_share": 0.3}))
-    systems = systems_of(tiny_bundle, QUESTIONS)
-    assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT]
-    (_, prompts) = next(stores := each_store(tiny_bundle, QUESTIONS, (8,)))
+    systems = systems_of(tiny_bundle, QUESTIONS, **added)
+    assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT, "shouted"]
+    (_, prompts) = next(stores := each_store(tiny_bundle, QUESTIONS, (8,), **added))
     store, preparer = prompts.store, prompts.decoder.preparer
     for q in QUESTIONS:
         made = {system: prompts.make((system, 8), q) for system in systems[2:]}
@@ -56,6 +63,7 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
             BEST: [best] if len(preparer.token_ids(best)) <= budget else mark(store, [best], token_budget=budget),
             MIXED: mark(store, q.passages, text_share=0.5, scores=cosines, **options),
             EXTRACTED: mark(store, q.passages, text_share=1, **options),
+            "shouted": shouted(q.passages, tiny_bundle.tokenizer, budget - len(preparer.token_ids("\n\n"))),
             DEFAULT: mark(store, q.passages, ratio=8, question=q.question, scores=cosines),
         }
         for system, texts in chosen.items():

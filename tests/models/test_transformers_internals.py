@@ -19,16 +19,6 @@ def tensors(cache: DynamicCache) -> list[torch.Tensor]:
     return [each for layer in cache.layers for each in (layer.keys, layer.values) if each is not None]
 
 
-def test_rows_join_after_their_padding_and_leave_with_it() -> None:
-    cache, new = cache_of(2, 5), cache_of(1, 3)
-    old, joined = tensors(cache), tensors(new)
-    join_cache(cache, new, 5)
-    for now, one, other in zip(tensors(cache), old, joined, strict=True):
-        assert torch.equal(now[:2], one) and torch.equal(now[2, :, 2:], other[0]) and not now[2, :, :2].any()
-    cut_cache(cache, torch.tensor([2]), 2)
-    assert all(torch.equal(now, other) for now, other in zip(tensors(cache), joined, strict=True))
-
-
 def test_a_join_that_fails_half_way_is_undone() -> None:
     cache, unfit = cache_of(2, 3), cache_of(1, 5, heads=3)  # its second layer does not fit
     old = tensors(cache)
