@@ -82,7 +82,7 @@ class CostTable:
         costs: dict[Key, Cost] = {}
         for group, prompts in each_store(bundle, asked, self.ratios, **self.asking):
             keys = keys_of([system for system, _ in answers if (system, None) not in costs], group)
-            rounds = [{key: partial(prompts.make_anew, key, q) for key in dict.fromkeys(keys)} for q in asked]
+            rounds = [{key: partial(prompts.make, key, q) for key in dict.fromkeys(keys)} for q in asked]
             costs |= measure(prompts.decoder, rounds)
         return cost_table(costs), [{"system": s, "ratio": ratio, **asdict(cost)} for (s, ratio), cost in costs.items()]
 

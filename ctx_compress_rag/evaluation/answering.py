@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import extract, truncate
 from ctx_compress_rag.evaluation.questions import Question, digest
-from ctx_compress_rag.marking.budget import Sentence, nearest
+from ctx_compress_rag.marking.budget import nearest
 from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.models.sentence_embedding import passage_vectors, question_vectors
 from ctx_compress_rag.prompt import Message
@@ -149,17 +149,11 @@ class Prompts:
     shorteners: Mapping[str, Shortener] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)  # by passages' texts; others have their hash as id
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
-    _near: dict[Question, list[list[Sentence]]] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
 
     def make(self, key: Key, q: Question) -> list[Message]:
         """Return the chat that asks a question with a system's context at a ratio."""
         return prompt_of(self.template, self._texts(*key, q), q.question)
-
-    def make_anew(self, key: Key, q: Question) -> list[Message]:
-        """Return what `make` does, computed as for a new question; only the budget and the passages' scores remain."""
-        self._near.pop(q, None)
-        return self.make(key, q)
 
     def _texts(self, system: str, ratio: int | None, q: Question) -> list[str]:
         if ratio is None:
@@ -168,7 +162,7 @@ class Prompts:
             return self._soft(q, ratio)
         budget = self._budget(q, ratio)
         if system == EXTRACTED:
-            return extract(self._sentences(q), self.decoder.preparer.token_ids, budget)
+            return extract(nearest(q.passages, q.question), self.decoder.preparer.token_ids, budget)
         if system == DEFAULT:
             return self._marked(q.passages, q, ratio=ratio, scores=self._scores(q))
         if system == MIXED:
@@ -197,11 +191,6 @@ class Prompts:
         if q not in self._relevance:
             self._relevance[q] = (passage_vectors(q.passages) @ question_vectors([q.question])[0]).tolist()
         return self._relevance[q]
-
-    def _sentences(self, q: Question) -> list[list[Sentence]]:
-        if q not in self._near:
-            self._near[q] = nearest(q.passages, q.question)
-        return self._near[q]
 
 
 def answer_each(
