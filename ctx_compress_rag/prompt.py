@@ -45,12 +45,6 @@ class Prompt:
     soft: bool = False  # whether it is read through the reader: True with passages, even ones without slots
     quotable: Quotable | None = None  # for an extractive answer
 
-    @classmethod
-    def of(cls, *pieces: Piece) -> Prompt:
-        """Make a prompt without answers, in which all vectors are slots."""
-        flags = torch.zeros(sum(len(piece) for piece in pieces), dtype=torch.bool)
-        return cls(pieces, flags, soft=any(piece.is_floating_point() for piece in pieces))
-
     @property
     def length(self) -> int:
         return len(self.answers)

@@ -13,13 +13,12 @@ from ctx_compress_rag.decoding.answering import Answering
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.prompt import Prompt
-from helpers.decoding import QUESTION
+from helpers.decoding import QUESTION, prompt_of
 
 
 def answering(bundle: Any, sampling: Sampling, on_text: Any = None) -> Answering:
     settings = bundle.backbone.model.generation_config
-    return Answering(Prompt.of(), sampling, bundle.tokenizer, settings, None, on_text=on_text)
+    return Answering(prompt_of(), sampling, bundle.tokenizer, settings, None, on_text=on_text)
 
 
 def test_end_tokens_and_budgets(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

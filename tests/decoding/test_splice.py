@@ -21,12 +21,11 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import pool
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from helpers import architectures
-from helpers.decoding import by_transformers
+from helpers.decoding import by_transformers, prompt_of
 
 # A row is a list of (length, is it a hole?). All are longer than the sliding window of 8.
 ROWS = [
@@ -53,7 +52,7 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: 
     for number, row in enumerate(ROWS):
         ids = architectures.random_ids(name, [length for length, _ in row], seed=number)
         plain.append(torch.cat(ids))
-        rows.append(Prompt.of(*(embed(i) if hole else i for i, (_, hole) in zip(ids, row, strict=True))))
+        rows.append(prompt_of(*(embed(i) if hole else i for i, (_, hole) in zip(ids, row, strict=True))))
     spliced = splice(embed, rows)
     with torch.no_grad():
         logits = model(**spliced.model_inputs()).logits
@@ -75,7 +74,7 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: 
 def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
     embed = torch.nn.Embedding(50, 3)
     rows = [
-        Prompt.of(*(torch.full((n, 3), 0.5) if hole else torch.randint(0, 50, (n,)) for n, hole in row))
+        prompt_of(*(torch.full((n, 3), 0.5) if hole else torch.randint(0, 50, (n,)) for n, hole in row))
         for row in lengths
     ]
     totals = [sum(n for n, _ in row) for row in lengths]
@@ -97,7 +96,7 @@ def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
 
 def test_slots_of_another_width_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"differ in width: \[3, 4\]"):
-        splice(torch.nn.Embedding(5, 3), [Prompt.of(torch.tensor([1]), torch.zeros(2, 4))])
+        splice(torch.nn.Embedding(5, 3), [prompt_of(torch.tensor([1]), torch.zeros(2, 4))])
 
 
 class TokenEmbeddings(TokenCompressor):

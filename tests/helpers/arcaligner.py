@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from ctx_compress_rag.decoding.splice import Spliced, splice
 from ctx_compress_rag.methods.arcaligner import ArcAlignerConfig, ArcAlignerReader
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
-from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
+from helpers.decoding import prompt_of
 
 LORA = {"rank": 4, "alpha": 6, "dropout": 0.0}
 
@@ -40,7 +40,7 @@ def prompts(reader: ArcAlignerReader, name: str = "Llama", rows: int = 2, seed: 
     for row, lengths in enumerate(shapes):
         ids = architectures.random_ids(name, lengths, seed=10 * seed + row)
         slots = [torch.randn(n, 64).to(embeddings.weight.dtype) * reader.backbone.embedding_rms() for n in lengths]
-        made.append(Prompt.of(*(slots[i] if i % 2 else ids[i] for i in range(5))))
+        made.append(prompt_of(*(slots[i] if i % 2 else ids[i] for i in range(5))))
     with torch.no_grad():
         return splice(embeddings, made)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.record import record_id
 
@@ -35,6 +36,12 @@ def prompts_of(store: SoftContextStore) -> list[Any]:
         "Who kept bees?",
         b,
     ]
+
+
+def prompt_of(*pieces: Tensor) -> Prompt:
+    """A prompt without answers, in which all vectors are slots."""
+    flags = torch.zeros(sum(map(len, pieces)), dtype=torch.bool)
+    return Prompt(pieces, flags, soft=any(map(torch.is_floating_point, pieces)))
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

@@ -8,9 +8,9 @@ import torch
 
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
-from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
 from helpers.architectures import random_ids
+from helpers.decoding import prompt_of
 from helpers.gguf import write_gguf
 
 # llama.cpp knows only this family's own pattern: five sliding layers, then a full one.
@@ -48,7 +48,7 @@ def test_scores_are_those_of_transformers(opened: tuple[str, Any, LlamaCppContex
     vectors = [torch.randn(length, 64) * rms for length in (5, 11)]
     prompts = [[ids[0], vectors[0], ids[1]], [ids[2], vectors[0], ids[3], vectors[1]], [vectors[1], ids[1]]]
     for _ in range(2):  # the second time with what was kept of the last prompt's beginning
-        found = context.read([(number, Prompt.of(*pieces)) for number, pieces in enumerate(prompts)])
+        found = context.read([(number, prompt_of(*pieces)) for number, pieces in enumerate(prompts)])
         tokens = [int(row.argmax()) for row in found]
         next_found = context.step([(n, sum(map(len, prompts[n])), token) for n, token in enumerate(tokens)])
         for pieces, token, now, after in zip(prompts, tokens, found, next_found, strict=True):
@@ -71,9 +71,9 @@ def test_a_prompts_beginning_is_kept(opened: tuple[str, Any, LlamaCppContext], m
         lambda inputs, *rest: read.append(len(inputs)) or LlamaCppContext._decode(context, inputs, *rest),
     )
     for last in (ids[1], ids[2]):
-        context.read([(0, Prompt.of(torch.cat([ids[0], last])))])
+        context.read([(0, prompt_of(torch.cat([ids[0], last])))])
         context.drop(0)
-    context.read([(0, Prompt.of(torch.cat([ids[0], ids[2]])))])
+    context.read([(0, prompt_of(torch.cat([ids[0], ids[2]])))])
     context.drop(0)
     assert read == [34, 5, 1]
 
@@ -83,7 +83,7 @@ def test_what_would_end_the_process_is_refused(opened: tuple[str, Any, LlamaCppC
     size = model.config.vocab_size
     for piece in (torch.zeros(2, 63), torch.tensor([size]), torch.tensor([-1])):
         with pytest.raises(ConfigError, match=r"width 64|decoder's"):
-            context.check(Prompt.of(torch.tensor([1]), piece))
+            context.check(prompt_of(torch.tensor([1]), piece))
     for number, place in ((3, 0), (0, 200)):
         with pytest.raises(CtxCompressError, match="too many"):
             context.step([(number, place, 1)])

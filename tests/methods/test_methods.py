@@ -18,7 +18,6 @@ from ctx_compress_rag.marking.mark import mark
 from ctx_compress_rag.methods.base.compressor import TokenCompressor, Tokenized, padded
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
@@ -27,6 +26,7 @@ from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
 from helpers import architectures
+from helpers.decoding import prompt_of
 from helpers.methods import COMPREXIT, FROZEN, IMPORTED, MATRIX, PASSAGES, compress_ids, trained
 from helpers.store import assert_same
 
@@ -152,7 +152,7 @@ def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[s
     row = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
     said: list[int] = []
     for _ in range(TOKENS):
-        batch = splice(bundle.backbone.embeddings, [Prompt.of(*row, torch.tensor(said, dtype=torch.long))])
+        batch = splice(bundle.backbone.embeddings, [prompt_of(*row, torch.tensor(said, dtype=torch.long))])
         with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
             best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
         if best == bundle.tokenizer.eos_token_id:
