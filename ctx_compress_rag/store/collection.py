@@ -29,10 +29,10 @@ PAGE = 250
 """Records in one call, because Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
 
 
-def pages(values: Sequence[T], size: int = PAGE) -> Iterator[Sequence[T]]:
-    """Yield the values in order, `size` at a time."""
-    for start in range(0, len(values), size):
-        yield values[start : start + size]
+def pages(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the values in order, `PAGE` at a time."""
+    for start in range(0, len(values), PAGE):
+        yield values[start : start + PAGE]
 
 
 def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
