@@ -11,9 +11,9 @@ import pytest
 from llama_index.core.schema import TextNode
 
 from ctx_compress_rag import SoftContextStore
-from ctx_compress_rag.errors import MissingPassageError, StoreError
+from ctx_compress_rag.errors import StoreError
 from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
-from helpers.langchain import QUESTION, SOURCES, TEXTS, App, open_app, while_the_decoder_is_taken
+from helpers.langchain import QUESTION, TEXTS, App, while_the_decoder_is_taken
 from helpers.server import chroma_server
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressSoftContext
@@ -53,21 +53,6 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(StoreError, match=r"Chroma server .*does not answer .*: check that it runs"):
             call()
-
-
-@FRAMEWORKS
-def test_a_marker_of_an_earlier_bundle_is_named(
-    make_tiny_bundle: Any, talkative: Any, tmp_path: Path, framework: Any
-) -> None:
-    """From a saved history: the passage is there, and the vectors that it meant are not."""
-    old = open_app(tmp_path, talkative)
-    new = SoftContextStore(old.client, make_tiny_bundle(seed=9), collection="new")
-    new.add(SOURCES, progress=False)
-    llm = framework.llm(store=new, max_tokens=4)
-    for ask in (framework.ask, framework.stream):
-        with pytest.raises(MissingPassageError, match="retrieve again"):
-            ask(llm, old.store.marker("tower", 4))
-    assert framework.ask(llm, new.marker("tower", 4))[1] > 0
 
 
 @pytest.mark.parametrize("way", ["ainvoke", "astream", "acomplete", "astream_complete"])
