@@ -168,7 +168,7 @@ class Marking:
     def _find(self, passages: Sequence[_Passage]) -> None:
         """Set the id under which each text is stored, or None; compress missing texts if the options say so."""
         missing = self._located(passages)
-        if missing and len(missing) == len(passages):
+        if self.on_missing != "compress" and missing and len(missing) == len(passages):
             self.store.warn_if_empty()
         if missing and self.on_missing == "error":
             raise MissingPassageError(
