@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.evaluation.neighbors import Neighbors
+from ctx_compress_rag.evaluation.questions import Neighbors
 from ctx_compress_rag.text.sentences import sentences
 
 NEAREST = 30

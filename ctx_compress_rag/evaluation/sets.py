@@ -14,8 +14,7 @@ from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import Asking, SystemAnswers, answer, conditions, prompt_of
 from ctx_compress_rag.evaluation.harness import Score, save, scores_of, systems_of, table
-from ctx_compress_rag.evaluation.neighbors import Neighbors
-from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.evaluation.questions import Neighbors, Question, questions_of
 
 _ANSWERS = "answers.jsonl"
 
