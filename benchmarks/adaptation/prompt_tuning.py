@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
 from ctx_compress_rag.adaptation.objectives import AnswersMean
-from ctx_compress_rag.adaptation.stages import batches_of, job, open_decoder
+from ctx_compress_rag.adaptation.stages import Batches, job, open_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.preparer import Preparer
@@ -80,7 +80,7 @@ def start(recipe: PromptTuningRecipe) -> Job:
         decoder.bundle,
         trained,
         range(recipe.optim.items),
-        batches_of(recipe, decoder).queries,
+        Batches(recipe, decoder).queries,
         lambda name: save_file({_KEY: trained.prefix.detach().float().cpu()}, recipe.output / _FILE),
     )
 

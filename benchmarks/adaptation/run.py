@@ -25,8 +25,8 @@ from benchmarks.adaptation.systems import (
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.episodes import Episode
-from ctx_compress_rag.adaptation.stages import file_tasks, open_decoder
+from ctx_compress_rag.adaptation.episodes import Episode, Tasks
+from ctx_compress_rag.adaptation.stages import open_decoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
@@ -34,6 +34,7 @@ from ctx_compress_rag.evaluation.plots import new_figure, save
 from ctx_compress_rag.evaluation.statistics import Interval
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.engine.saved_states import write_json
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.resuming import weights_digest
 
 _FAMILY_QUESTIONS = 64  # of which up to 8 times as many as a question's demonstrations only demonstrate
@@ -97,7 +98,8 @@ def evaluate(
         recipes = recipes.shortened(budget, folder)
     decoder = open_decoder(recipes.base)
     paths = [Path(file) for file in files] or _families(folder / "families", split)
-    tasks = file_tasks(paths, recipes.base.data, decoder)
+    data = recipes.base.data.model_copy(update={"files": paths, "held_out": []})
+    tasks = Tasks(data, PromptBuilder(decoder.bundle.tokenizer))
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
     episodes, held_back = drawn_apart(tasks, questions, tuning, max(shown, default=3))  # before training: it may refuse
     recipes.train_missing(decoder)

@@ -212,7 +212,7 @@ def controls(systems: Sequence[System], decoder: Decoder, episodes: Sequence[Epi
 
 def mean_over(update: PredictedUpdate, decoder: Decoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
     """The mean of the updates predicted for these contexts, whatever the demonstrations."""
-    rows = [update.rows(decoder, context) for context in contexts]
+    rows = [rows_of(decoder, context) for context in contexts]
     with torch.no_grad():
         each = update.predict(decoder.bundle, rows)
     # A sum of products is the product of the factors side by side.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
+from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data.examples import Example, read_jsonl
+from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.prompts import PromptBuilder
 
@@ -30,30 +31,28 @@ class Episode:
         return self.answers or (self.query.answer,)
 
 
-@dataclass
 class Tasks:
     """JSONL files (see `data.examples.read_jsonl`), each of which is a task named after its file.
 
-    The arguments are settings of `TaskData`. Accepted answers are not cut.
+    Passages and answers are cut as `data` says, but not the accepted answers. `builder` has the decoder's tokenizer.
+
+    Attributes:
+        examples: each task's examples by its name, without those that share a question with held-out files.
     """
 
-    files: InitVar[Sequence[Path]]
-    builder: PromptBuilder
-    max_context_tokens: int
-    max_answer_tokens: int
-    passages: int | None = None
-    examples: dict[str, list[Example]] = field(init=False)
-
-    def __post_init__(self, files: Sequence[Path]) -> None:
-        self.examples = {file.stem: _distinct(read_jsonl(file)) for file in files}
-        if len(self.examples) < len(files):
-            raise DataError(f"two of the files {sorted(map(str, files))} have one name, endings aside: rename one")
+    def __init__(self, data: TaskData, builder: PromptBuilder) -> None:
+        self.data, self.builder = data, builder
+        self.examples = {file.stem: _distinct(read_jsonl(file)) for file in data.files}
+        if len(self.examples) < len(data.files):
+            raise DataError(f"two of the files {sorted(map(str, data.files))} have one name, endings aside: rename one")
         for name, examples in self.examples.items():
             if len(examples) < 2:
                 raise DataError(f"the task {name} has one question: give it more, to demonstrate with")
             for turn in (example.turns[0] for example in examples):
                 if not turn.answers[0].strip():
                     raise DataError(f"the task {name}: the first answer to {turn.question!r} is blank: give one")
+        held_out = HeldOut(example for file in data.held_out for example in read_jsonl(file))
+        self.examples = {name: held_out.without(rows, name, passages=False) for name, rows in self.examples.items()}
 
     def draw(self, number: int, demonstrations: int, seed: int) -> Episode:
         """Return an episode of a random task; the same number and seed give the same episode."""
@@ -71,10 +70,10 @@ class Tasks:
         return Episode(name, shown, self._cut(query), query.turns[0].answers)
 
     def _cut(self, example: Example) -> Demonstration:
-        turn = example.turns[0]
-        read = example.passages[: self.passages]
-        passages = tuple(text for text, _ in self.builder.shortened(read, self.max_context_tokens))
-        [(answer, _)] = self.builder.shortened([turn.answers[0]], self.max_answer_tokens)
+        turn, data = example.turns[0], self.data
+        read = example.passages[: data.passages]
+        passages = tuple(text for text, _ in self.builder.shortened(read, data.max_context_tokens))
+        [(answer, _)] = self.builder.shortened([turn.answers[0]], data.max_answer_tokens)
         return Demonstration(turn.question, passages, answer)
 
 

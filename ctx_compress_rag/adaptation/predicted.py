@@ -61,8 +61,14 @@ class PredictedUpdate(Adaptation):
         return cls(base, predictor.to(next(iter(base.a.values())).device), made_for)
 
     def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter:
+        """Return the base adapter with the update; raise a ConfigError for another number than in training."""
+        if len(demonstrations) != self.config.demonstrations:
+            raise ConfigError(
+                f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
+                f"{len(demonstrations)}: give as many as in training"
+            )
         with torch.no_grad():
-            return self.base.plus(self.predict(decoder.bundle, [self.rows(decoder, demonstrations)])).row(0)
+            return self.base.plus(self.predict(decoder.bundle, [rows_of(decoder, demonstrations)])).row(0)
 
     def predict(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
         """Return the updates for support contexts (lists of prompts), as an adapter with a row for each context."""
@@ -76,15 +82,6 @@ class PredictedUpdate(Adaptation):
     def target(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
         """Return what `predict` is trained to give, the update that gradient descent makes for each context (eq. 8)."""
         return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
-
-    def rows(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
-        """Return demonstrations as prompts; raise a ConfigError if there are not as many as in training."""
-        if len(demonstrations) != self.config.demonstrations:
-            raise ConfigError(
-                f"this predictor was trained with {self.config.demonstrations} demonstrations and was given "
-                f"{len(demonstrations)}: give as many as in training"
-            )
-        return rows_of(decoder, demonstrations)
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
         """Write the predictor into `folder`, and the base adapter into its folder `base/` as a peft adapter."""

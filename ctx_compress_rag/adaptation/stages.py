@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,23 +12,16 @@ from torch import nn
 
 from ctx_compress_rag.adaptation.adapt import rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.config import (
-    AdaptationRecipe,
-    RetrievalAdapterRecipe,
-    TaskData,
-    UpdatePredictorRecipe,
-)
+from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
 from ctx_compress_rag.adaptation.objectives import MatchingLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.updates import norms
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.data.examples import read_jsonl
-from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.training.engine.loop import Collate, Job
-from ctx_compress_rag.training.engine.processes import training_device
+from ctx_compress_rag.training.engine.processes import processes
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import register
 
@@ -41,35 +32,19 @@ _CALIBRATED = 16  # contexts to measure a predictor's scales on
 
 def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> Decoder:
     """Load the recipe's decoder; None as `device` means this training process's device."""
-    device = device or training_device()
+    device = device or processes().device
     if recipe.decoder is not None:
         return Decoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
     return Decoder(Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision))
 
 
-def load_tasks(recipe: AdaptationRecipe, decoder: Decoder) -> Tasks:
-    """Return the recipe's training tasks, without the questions of its held-out files."""
-    tasks = file_tasks(recipe.data.files, recipe.data, decoder)
-    held_out = HeldOut(example for file in recipe.data.held_out for example in read_jsonl(file))
-    tasks.examples = {name: held_out.without(rows, name, passages=False) for name, rows in tasks.examples.items()}
-    return tasks
-
-
-def file_tasks(files: Sequence[Path], data: TaskData, decoder: Decoder) -> Tasks:
-    """Return files as tasks, with passages and answers cut as `data` says."""
-    builder = PromptBuilder(decoder.bundle.tokenizer)
-    return Tasks(files, builder, data.max_context_tokens, data.max_answer_tokens, data.passages)
-
-
-@dataclass
 class Batches:
-    """A maker of batches for the losses: numbers of episodes become those episodes' prompts."""
+    """A maker of batches for a recipe's loss: numbers of episodes become those episodes' prompts."""
 
-    decoder: Decoder
-    tasks: Tasks
-    demonstrations: int
-    seed: int
+    def __init__(self, recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> None:
+        self.decoder, self.demonstrations, self.seed = decoder, demonstrations, recipe.seed
+        self.tasks = Tasks(recipe.data, PromptBuilder(decoder.bundle.tokenizer))
 
     def _episodes(self, numbers: Sequence[int]) -> list[Episode]:
         return [self.tasks.draw(number, self.demonstrations, self.seed) for number in numbers]
@@ -88,11 +63,6 @@ class Batches:
         }
 
 
-def batches_of(recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> Batches:
-    """Return the maker of a recipe's batches, whose episodes have this number of demonstrations."""
-    return Batches(decoder, load_tasks(recipe, decoder), demonstrations, recipe.seed)
-
-
 def job(
     decoder: PlainDecoder,
     objective: nn.Module,
@@ -109,7 +79,7 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
     """Make the job that trains the base retrieval adapter."""
     decoder = open_decoder(recipe)
     trained = RetrievalAdapterLoss(decoder.bundle, recipe.rank, recipe.alpha)
-    batches = batches_of(recipe, decoder)
+    batches = Batches(recipe, decoder)
     return job(
         decoder.bundle,
         trained,
@@ -122,7 +92,7 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
 def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> Job:
     """Make the job that trains an update predictor; `objective` makes the loss, by default a `MatchingLoss`."""
     decoder = open_decoder(recipe)
-    bundle, batches = decoder.bundle, batches_of(recipe, decoder, recipe.demonstrations)
+    bundle, batches = decoder.bundle, Batches(recipe, decoder, recipe.demonstrations)
     base = Adapter.from_pretrained(recipe.base, bundle.backbone.model)
     # The settings that a predictor keeps have the same names in its recipe.
     settings = recipe.model_dump(include=set(PredictorConfig.model_fields))

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
-from ctx_compress_rag.methods.base.part import UnregisteredModule, linear_layers
+from ctx_compress_rag.methods.base.part import linear_layers
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
@@ -120,7 +120,7 @@ class SelectiveLora(nn.Module):
                 f"{type(layer).__name__} has no nn.Linear to adapt: this decoder cannot take selective LoRA"
             )
         self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
-        self._linears = UnregisteredModule(list(linears.values()))
+        self._linears = list(linears.values())  # torch registers no list, so it is not saved with these weights
         self.slots: SlotPlaces | None = None
 
     @contextmanager
@@ -129,7 +129,7 @@ class SelectiveLora(nn.Module):
         outer, self.slots = self.slots, slots
         with ExitStack() as hooks:
             if outer is None:
-                for linear, update in zip(self._linears.value, self.updates.values(), strict=True):
+                for linear, update in zip(self._linears, self.updates.values(), strict=True):
                     hooks.callback(linear.register_forward_hook(partial(self._add, update)).remove)
             try:
                 yield
@@ -207,8 +207,8 @@ class ArcAlignerReader(Reader):
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
         trunk.forward = partial(self._forward, trunk.forward)
-        self._twin = UnregisteredModule(model)
-        self._layers = UnregisteredModule(list(layers))
+        self._layers = list(layers)
+        self._twin = [model]  # torch registers no list, so the decoder is not saved with the reader
         gated = range(len(layers)) if config.gated_layers == "all" else config.gated_layers
         if not set(gated) <= set(range(len(layers))):
             raise ConfigError(f"gated_layers {sorted(gated)}: the decoder has layers 0 to {len(layers) - 1}")
@@ -237,7 +237,7 @@ class ArcAlignerReader(Reader):
         with self.backbone.use(None):
             outer, self._slot_mask = self._slot_mask, slot_mask
             try:
-                yield self._twin.value
+                yield self._twin[0]
             finally:
                 self._slot_mask = outer
 
@@ -258,7 +258,7 @@ class ArcAlignerReader(Reader):
             for number, gate in self.gates.items() if self.config.loops else ():
                 hook = partial(self._refine, int(number), gate, slots)
                 # First, so that what other hooks record (`output_hidden_states`) is the refined state.
-                handle = self._layers.value[int(number)].register_forward_hook(hook, prepend=True, with_kwargs=True)
+                handle = self._layers[int(number)].register_forward_hook(hook, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
             return forward(*args, **kwargs)
 

@@ -81,13 +81,6 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
             zeros = torch.zeros(config.positions, self.dim, device=backbone.device)
             self.positions = nn.Parameter(zeros, requires_grad=False)
 
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return vectors to pool, under full attention: (batch, length), (batch, length) -> (batch, length, dim)."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        return self.token_vectors(
-            input_ids, full_attention_mask(attention_mask, self.backbone.embeddings.weight.dtype), positions
-        )
-
     def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Return the vectors to pool, (batch, length, dim), for rows that hold several passages.
 
@@ -115,8 +108,10 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once and pool at every ratio (section 4.2: ratios share the encoder's work)."""
         ids, mask, first = self.behind_bos(input_ids, attention_mask)
-        hidden = self.hidden_states(ids, mask)[:, first:]
-        return {ratio: SlotBatch(*pool(hidden, attention_mask, ratio)) for ratio in ratios}
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        full = full_attention_mask(mask, self.backbone.embeddings.weight.dtype)
+        vectors = self.token_vectors(ids, full, positions)[:, first:]
+        return {ratio: SlotBatch(*pool(vectors, attention_mask, ratio)) for ratio in ratios}
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Return the weights that a bundle stores, with transformers' names for those of the encoder."""

@@ -61,15 +61,15 @@ _CACHED_VECTORS = 16_384
 
 
 class SentenceEncoder:
-    """A sentence encoder, loaded on first use. Its arguments are the settings in `SentenceUnits`.
+    """A sentence encoder, loaded on first use.
 
     It is not an nn.Module, so that its weights are not saved with a bundle.
     """
 
-    def __init__(self, name: str, revision: str | None, dim: int, device: torch.device) -> None:
-        self.name = name
-        self.revision = revision
-        self.dim = dim
+    def __init__(self, config: SentenceUnits, device: torch.device) -> None:
+        self.name = config.encoder
+        self.revision = config.encoder_revision
+        self.dim = config.encoder_dim
         self.device = device
         self._digest: bytes | None = None
         self._model: SentenceTransformer | None = None
@@ -192,7 +192,7 @@ class SentenceSlotsCompressor(Compressor):
         super().__init__(backbone)
         self.config = config
         self.dim = config.encoder_dim
-        self.encoder = SentenceEncoder(config.encoder, config.encoder_revision, config.encoder_dim, backbone.device)
+        self.encoder = SentenceEncoder(config, backbone.device)
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict, splice
-from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized
+from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.training.prompts import PromptBuilder
 
@@ -79,9 +79,6 @@ class SlotObjective(nn.Module, ABC):
     @abstractmethod
     def forward(self, **batch: Any) -> dict[str, Tensor]:
         """Return the loss of a collated batch, under the key "loss"."""
-
-    def compress(self, passages: Sequence[Tokenized], ratios: Collection[int]) -> dict[int, SlotBatch]:
-        return dict(self.compressor(passages, list(ratios), self.bundle.config.max_tokens))
 
     def draw(self, example: object, count: int) -> list[int]:
         return random.Random(f"{self.seed}:{self.step}:{example}").sample(list(self.ratios), count)

@@ -44,7 +44,7 @@ def refuse_another(recipe: BaseRecipe) -> None:
         )
 
 
-def begin(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
+def keep_recipe(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
     """Save the recipe and the digests of the `files` that it reads beside its checkpoints.
 
     An earlier training's report is removed, and without `resume` its checkpoints are, too.

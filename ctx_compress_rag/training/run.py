@@ -18,9 +18,16 @@ from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import train
 from ctx_compress_rag.training.engine.processes import processes
-from ctx_compress_rag.training.engine.saved_states import write_json, writing
+from ctx_compress_rag.training.engine.saved_states import write_errors_named, write_json
 from ctx_compress_rag.training.recipe import STAGES, load_recipe
-from ctx_compress_rag.training.resuming import FILES_KEY, begin, changed_files, file_digests, inputs, refuse_another
+from ctx_compress_rag.training.resuming import (
+    FILES_KEY,
+    changed_files,
+    file_digests,
+    inputs,
+    keep_recipe,
+    refuse_another,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +57,12 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeUpError(f"{path}: not started; the same command resumes there")
     check_inputs([recipe])  # before a model is loaded
-    _prepare(recipe)
+    processes()
+    torch.manual_seed(recipe.seed)
+    # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
+    # this setting when they start, so set it before any work.
+    torch.set_flush_denormal(True)
+    recipe.output.mkdir(parents=True, exist_ok=True)
     with _alone(recipe.output):
         if resume:
             refuse_another(recipe)
@@ -60,11 +72,11 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         _, start = STAGES[recipe.stage]
         job = start(recipe)
         if processes().is_main_process:
-            begin(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
+            keep_recipe(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
         report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
         if processes().is_main_process:
             report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: files}
-            with writing(recipe.output):
+            with write_errors_named(recipe.output):
                 job.save(report)
             write_json(recipe.output / REPORT_FILE, report)
         processes().wait_for_everyone()  # the next recipe may need what the main process has written
@@ -82,15 +94,6 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
                     "recipe given before it writes it: correct the path, or first train the recipe that writes it"
                 )
         written.append(recipe.output.absolute())
-
-
-def _prepare(recipe: BaseRecipe) -> None:
-    processes()
-    torch.manual_seed(recipe.seed)
-    # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
-    # this setting when they start, so set it before any work.
-    torch.set_flush_denormal(True)
-    recipe.output.mkdir(parents=True, exist_ok=True)
 
 
 def _alone(output: Path) -> AbstractContextManager[Any]:

@@ -11,13 +11,15 @@ from benchmarks.adaptation.hypertuning import TaskObjective
 from benchmarks.adaptation.prompt_tuning import PromptTuningLoss, with_prefix
 from ctx_compress_rag.adaptation.adapt import rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.config import RetrievalAdapterRecipe
+from ctx_compress_rag.adaptation.config import TaskData
+from ctx_compress_rag.adaptation.episodes import Tasks
 from ctx_compress_rag.adaptation.objectives import MatchingLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
-from ctx_compress_rag.adaptation.stages import load_tasks, open_decoder, passes
+from ctx_compress_rag.adaptation.stages import passes
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import load_recipe
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter, small_recipes, train_all
 from helpers.training import report
@@ -97,22 +99,19 @@ def test_every_context_is_met_equally_often() -> None:
     assert passes(5, 13, seed=0) == numbers != passes(5, 13, seed=1)
 
 
-def test_held_out_data_never_reaches_training(tmp_path: Path, bundle_folder: Path) -> None:
+def test_held_out_questions_never_reach_training(tmp_path: Path, tiny_tokenizer: Any) -> None:
     rows = [Example(("A text.", f"Text {i}."), (Turn(f"Question {i}?", ("yes",)),)) for i in range(4)]
     write_jsonl(tmp_path / "train.jsonl", rows)
     write_jsonl(tmp_path / "test.jsonl", [Example(("Another.",), rows[2].turns)])
-    data = {"files": [str(tmp_path / "train.jsonl")], "held_out": [str(tmp_path / "test.jsonl")]}
-    data |= {"passages": 1}
-    files = small_recipes(tmp_path / "run", bundle_folder, data=data)
-    recipe = load_recipe(files["base"])
-    assert isinstance(recipe, RetrievalAdapterRecipe)
-    [kept] = load_tasks(recipe, open_decoder(recipe)).examples.values()
+    data = TaskData(files=[tmp_path / "train.jsonl"], held_out=[tmp_path / "test.jsonl"], passages=1)
+    builder = PromptBuilder(tiny_tokenizer)
+    [kept] = Tasks(data, builder).examples.values()
     assert [e.turns[0].question for e in kept] == ["Question 0?", "Question 1?", "Question 3?"]
     # One corpus: the same passage is retrieved for a question of training and for one that is held out.
     write_jsonl(tmp_path / "test.jsonl", [Example(rows[2].passages, (Turn("Another question?", ("no",)),))])
-    assert len(next(iter(load_tasks(recipe, open_decoder(recipe)).examples.values()))) == 4
-    episode = load_tasks(recipe, open_decoder(recipe)).draw(0, 0, seed=0)
-    assert episode.query.passages == ("A text.",)
+    tasks = Tasks(data, builder)
+    assert [len(examples) for examples in tasks.examples.values()] == [4]
+    assert tasks.draw(0, 0, seed=0).query.passages == ("A text.",)
 
 
 @pytest.mark.parametrize("change", [{"decoder": "x"}, {"bundle": None}])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.episodes import Tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
@@ -21,7 +22,12 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
             for i in range(5)
         ]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
-    tasks = Tasks([tmp_path / "one.jsonl", tmp_path / "two.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+
+    def tasks_of(*names: str) -> Tasks:
+        files = [tmp_path / f"{name}.jsonl" for name in names]
+        return Tasks(TaskData(files=files, max_context_tokens=40, max_answer_tokens=6), PromptBuilder(tiny_tokenizer))
+
+    tasks = tasks_of("one", "two")
     episodes = [tasks.draw(number, 3, seed=0) for number in range(30)]
     assert episodes[7] == tasks.draw(7, 3, seed=0) != tasks.draw(7, 3, seed=2)
     seen = set()
@@ -39,12 +45,12 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
         tasks.draw(0, 5, seed=0)
     # A row given twice is one question: otherwise it could be asked when a demonstration has shown its answer.
     write_jsonl(tmp_path / "twice.jsonl", [*rows, *rows])
-    assert Tasks([tmp_path / "twice.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6).examples["twice"] == rows
+    assert tasks_of("twice").examples["twice"] == rows
     write_jsonl(tmp_path / "blank.jsonl", [*rows, Example(("A.",), (Turn("What is blank?", (" ",)),))])
     with pytest.raises(DataError, match=r"task blank: the first answer to 'What is blank\?' is blank"):
-        Tasks([tmp_path / "blank.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+        tasks_of("blank")
     write_jsonl(tmp_path / "lonely.jsonl", rows[:1])
     with pytest.raises(DataError, match="lonely has one question"):
-        Tasks([tmp_path / "lonely.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+        tasks_of("lonely")
     with pytest.raises(DataError, match="one name"):
-        Tasks([tmp_path / "one.jsonl"] * 2, PromptBuilder(tiny_tokenizer), 40, 6)
+        tasks_of("one", "one")

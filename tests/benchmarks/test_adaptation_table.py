@@ -18,7 +18,6 @@ from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.adaptation.stages import file_tasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
@@ -30,7 +29,7 @@ from helpers.adaptation import small_recipes
 def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, tiny_tokenizer: Any) -> None:
     rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i} " * 9, f"{i}")),)) for i in range(25)]
     write_jsonl(tmp_path / "more.jsonl", rows)
-    tasks = Tasks([tmp_path / "more.jsonl"], PromptBuilder(tiny_tokenizer), 40, 6)
+    tasks = Tasks(TaskData(files=[tmp_path / "more.jsonl"], max_answer_tokens=6), PromptBuilder(tiny_tokenizer))
     asked, tuning = drawn_apart(tasks, 100, 100, 2)
     questions = [episode.query.question for episode in asked]
     shown = {d.question for episode in asked for d in episode.support}
@@ -63,7 +62,8 @@ def test_the_command_trains_and_scores(
     assert [*scores][-4:] == ["TT-SGD, K=1", "RAG-GD, K=1", "TT-SGD, K=1, tuned", mixed]
     assert not (tmp_path / "out").exists()  # the recipes' own outputs are not of a quick test
 
-    episodes, _ = drawn_apart(file_tasks([test], TaskData(files=[test], passages=1), adaptive), 9, 2, 2)
+    tasks = Tasks(TaskData(files=[test], passages=1), PromptBuilder(adaptive.bundle.tokenizer))
+    episodes, _ = drawn_apart(tasks, 9, 2, 2)
     base = Adapter.from_pretrained(out / "trained" / "base", adaptive.bundle.backbone.model)
     update = PredictedUpdate.from_pretrained(out / "trained" / "k1", adaptive)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker

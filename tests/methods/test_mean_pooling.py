@@ -60,9 +60,8 @@ def encoder(name: str) -> MeanPoolingCompressor:
 
 
 def alone(encoder: MeanPoolingCompressor, ids: Tensor) -> Tensor:
-    """The vectors of a passage's tokens, without padding: (length, dim)."""
-    with torch.no_grad():
-        return encoder.hidden_states(ids.unsqueeze(0), torch.ones(1, len(ids)).long())[0]
+    """The vectors of a passage's tokens, which are its slots at 1x: (length, dim)."""
+    return compress_ids(encoder, [ids.tolist()], 1)[0].slots
 
 
 def logits(bundle: Any, adapter: str | None) -> Tensor:

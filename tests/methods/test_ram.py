@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.methods.ram.compressor import RamCompressor
-from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.methods.ram.compressor import RamCompressor, RamConfig
 from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures

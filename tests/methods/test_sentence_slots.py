@@ -249,7 +249,7 @@ def test_impossible_encoders_are_refused(make: Callable[..., Any]) -> None:
 
 
 def test_a_control_token_in_a_passage_is_text_for_the_encoder_too() -> None:
-    encoder = SentenceEncoder("minilm", None, 384, torch.device("cpu"))
+    encoder = SentenceEncoder(SentenceSlotsConfig(encoder="minilm"), torch.device("cpu"))
     model = load_minilm()
     for text in ("Old [SEP] towers", "[CLS]", "a [PAD] b[MASK]"):
         spaced = text.replace("[", "[ ")

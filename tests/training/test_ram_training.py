@@ -13,7 +13,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss, RamRecipe

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.models.backbone import Backbone
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class UnregisteredModule(Generic[T]):
-    """A holder of a module that does not register the module, so that its weights are not saved with the holder's."""
-
-    value: T
 
 
 class Part(nn.Module, ABC):

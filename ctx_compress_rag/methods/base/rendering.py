@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from ctx_compress_rag.soft_context import SoftContext, merge_factor
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.store import SoftContextStore
 
 
 @dataclass(frozen=True)
@@ -16,22 +19,6 @@ class TransientPart:
     text: str
     soft: SoftContext
     key: tuple[str, ...]
-
-
-class PassageStore(Protocol):
-    """The methods of a store that `PassageRenderer` needs; see `SoftContextStore`."""
-
-    @property
-    def bundle(self) -> Any: ...
-    @property
-    def base_ratio(self) -> int: ...
-    def get(
-        self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
-    ) -> list[SoftContext | None]: ...
-    def markers(
-        self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
-    ) -> list[str]: ...
-    def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]: ...
 
 
 class PassageRenderer:
@@ -60,7 +47,7 @@ class PassageRenderer:
 
     def render(
         self,
-        store: PassageStore,
+        store: SoftContextStore,
         texts: Sequence[str],
         ids: Sequence[str],
         ratio: int | None,

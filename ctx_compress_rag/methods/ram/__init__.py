@@ -3,8 +3,7 @@
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.ram.compressor import RamCompressor
-from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.methods.ram.compressor import RamCompressor, RamConfig
 
 register(
     Method(

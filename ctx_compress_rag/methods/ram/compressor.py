@@ -3,20 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError
+from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, padded
-from ctx_compress_rag.methods.base.rendering import PassageStore, TransientPart
-from ctx_compress_rag.methods.ram.config import RamConfig
+from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
+from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.tokenizing import check_characters, text_ids
 
+if TYPE_CHECKING:
+    from ctx_compress_rag.store import SoftContextStore
+
 _TOKENS_PER_BATCH = 8192
+
+
+class RamConfig(MethodConfig):
+    """The settings of RAM (Read As Human): the segments that a question needs stay text, and the rest is skimmed.
+
+    The paper names no adapters; we read this as training encoder and decoder fully. `close_reading: false` skims every
+    segment. `skimming` pools a skimmed segment with weights from the question ("query"), as a plain "average", or drops
+    it ("none"). These switches are the ablations of section 4.5.
+    """
+
+    name: Literal["ram"] = "ram"
+    segment_tokens: int = Field(default=50, gt=0)
+    encoder: TuneConfig = TuneConfig(mode="full")
+    decoder: TuneConfig = TuneConfig(mode="full")
+    close_reading: bool = True
+    skimming: Literal["query", "average", "none"] = "query"
+
+    @model_validator(mode="after")
+    def _something_is_read(self) -> RamConfig:
+        if not self.close_reading and self.skimming == "none":
+            raise ValueError("close_reading: false and skimming: none leave nothing to read: switch off one of them")
+        return self
+
+    def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
+        """Check the ratios. `ratios` say how many times shorter a prompt's context becomes, and a segment is one slot.
+
+        Raises:
+            RatioError: one of `ratios` is below 2, or `base_ratio` is not `segment_tokens`.
+        """
+        if base_ratio != self.segment_tokens:
+            raise RatioError(
+                f"ratio {base_ratio}: ram stores one vector for each segment of {self.segment_tokens} tokens: leave "
+                "out the store's ratio, and give one with each question; train with stage: ram and this base_ratio"
+            )
+        if (least := min(ratios)) < 2:
+            raise RatioError(f"ratio={least}: a ram bundle needs a ratio of 2 or more")
 
 
 class RamCompressor(TrunkCompressor, TokenCompressor):
@@ -45,7 +86,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
 
     def render(
         self,
-        store: PassageStore,
+        store: SoftContextStore,
         texts: Sequence[str],
         ids: Sequence[str],
         ratio: int | None,
@@ -75,7 +116,8 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         passages = [Segments.of(self.backbone.tokenizer, text, self.config.segment_tokens) for text in texts]
         represented = _representations(store, ids, passages, scope)
         asked = self.question(question_ids)
-        reduction = min(store.bundle.config.ratios) if ratio is None else ratio
+        bundle: Any = store.bundle  # a store itself needs no ratios
+        reduction = min(bundle.config.ratios) if ratio is None else ratio
         counts = torch.tensor([count for passage in passages for count in passage.token_counts])
         kept = self.choose(asked.cpu(), represented, counts, reduction)
         layouts = layout(passages, kept)
@@ -223,7 +265,7 @@ def skimmed(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
 
 
 def _representations(
-    store: PassageStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
+    store: SoftContextStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
 ) -> Tensor:
     """Return the stored r_i of all segments: (segments, dim)."""
     stored = store.get(ids, scope, [passage.text for passage in passages])

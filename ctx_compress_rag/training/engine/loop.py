@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -133,14 +133,6 @@ def train(
     }
 
 
-class _Step(NamedTuple):
-    """The result of a step; `late` says that a process has reached the deadline."""
-
-    learning_rate: float
-    grad_norm: Tensor
-    late: bool
-
-
 class _Training:
     """What one process trains with, and how far it is: the number of steps made, the log, the tokens it has read."""
 
@@ -195,20 +187,20 @@ class _Training:
         hidden = not self.accelerator.is_main_process
         with tqdm(total=optim.steps, initial=self.step, disable=hidden, unit="step") as bar:
             while self.step < optim.steps and not late:
-                made = self._make_step(deadline)
-                late = made.late
+                late = self._make_step(deadline)
                 saves = self.step % optim.save_every == 0 or self.step == optim.steps or late
                 if saves or self.step % optim.log_every == 0:
-                    self._log(made)
+                    self._log()
                     bar.set_postfix(loss=f"{self.history[-1]['loss']:.4g}", refresh=False)
                 bar.update()
                 if saves:
                     self._save()
 
-    def _make_step(self, deadline: float | None) -> _Step:
+    def _make_step(self, deadline: float | None) -> bool:
+        """Return whether a process has reached the deadline."""
         if self.job.on_step:
             self.job.on_step(self.step)
-        rate = set_learning_rate(self.optimizers, self.optim, self.step)
+        self.rate = set_learning_rate(self.optimizers, self.optim, self.step)
         self.step += 1
         batches = [next(self.micro_batches) for _ in range(self.optim.batch_size // (self.micro * self.count))]
         self.tokens += sum(map(tokens_of, batches))
@@ -219,17 +211,17 @@ class _Training:
         self.losses.append(total / self.count)
         if not math.isfinite(total):
             raise _diverged(self.output, f"the loss of step {self.step} is {total}")
-        norm = self.accelerator.clip_grad_norm_(self.parameters, self.optim.clip_norm)
+        self.norm = self.accelerator.clip_grad_norm_(self.parameters, self.optim.clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if self.average is not None:
             self.average.update_parameters(self.parameters)
-        return _Step(rate, norm, late_processes > 0)
+        return bool(late_processes)
 
-    def _log(self, made: _Step) -> None:
+    def _log(self) -> None:
         row = {"step": self.step, **self.so_far(), "loss": sum(self.losses) / len(self.losses)}
-        self.history.append(row | {"learning_rate": made.learning_rate, "grad_norm": float(made.grad_norm)})
+        self.history.append(row | {"learning_rate": self.rate, "grad_norm": float(self.norm)})
         self.losses.clear()
 
     def _save(self) -> None:

@@ -17,8 +17,3 @@ def processes() -> PartialState:
     with needs("train"):
         from accelerate import PartialState
     return PartialState(cpu=not torch.cuda.is_available())
-
-
-def training_device() -> torch.device:
-    device: torch.device = processes().device
-    return device

@@ -61,7 +61,7 @@ def save_state(accelerator: Accelerator, output: Path, progress: dict[str, Any])
     `progress` is what the loop needs to continue, as JSON; its `step` is the number of steps made.
     """
     folder = output / FOLDER / f"checkpoint-{progress['step']}"
-    with writing(folder):
+    with write_errors_named(folder):
         accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -116,7 +116,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def writing(what: Path) -> Iterator[None]:
+def write_errors_named(what: Path) -> Iterator[None]:
     """Turn errors of torch and safetensors, which on a full disk do not say so, into an OSError that names `what`."""
     try:
         yield

@@ -28,7 +28,7 @@ from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import layers_of
 from ctx_compress_rag.training.engine.loop import Collate, Examples, Job
-from ctx_compress_rag.training.engine.processes import training_device
+from ctx_compress_rag.training.engine.processes import processes
 from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objective import SlotObjective
@@ -195,11 +195,11 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if recipe.method is not None:
         settings["method"] = recipe.method
     if recipe.bundle is not None:
-        return Bundle.from_pretrained(recipe.bundle, device=training_device(), changes=settings)
+        return Bundle.from_pretrained(recipe.bundle, device=processes().device, changes=settings)
     assert recipe.decoder is not None
     if recipe.teacher is not None and isinstance(recipe.decoder, str):
         _compare_decoders(recipe.teacher, recipe.decoder)
-    model, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_device())
+    model, tokenizer = load_decoder(recipe.decoder, recipe.revision, processes().device)
     decoder: str | GgufDecoder | None = recipe.decoder
     revision = recipe.revision
     if isinstance(decoder, str) and Path(decoder).is_dir():

@@ -13,16 +13,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import Example, Turn
+from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import Tokenized
-from ctx_compress_rag.prompt import Prompt, PromptTemplate
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.engine.loop import BatchMean
+from ctx_compress_rag.training.examples import recited
 from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
 from ctx_compress_rag.training.recipe import register
 from ctx_compress_rag.training.stages.answer import AnswerCollator
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
 
-REPEAT = "Repeat the text."
+REPEAT = "{context}\n\nRepeat the text."
 
 
 class DistillationRecipe(CompressionRecipe):
@@ -72,7 +73,8 @@ class DistillationLoss(BatchMean, SlotObjective):
         targets = self.teacher_log_probs(text_prompts)
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn, repeated_at = self.drawn(prompts.prompts), self.drawn(repeats.prompts)
-        for ratio, batch in self.compress(passages, drawn | repeated_at).items():
+        ratios = list(drawn | repeated_at)
+        for ratio, batch in self.compressor(passages, ratios, self.bundle.config.max_tokens).items():
             if own := drawn.get(ratio):
                 logits, _ = self.answer_logits(prompts.only(own), batch)
                 loss = loss + self.divergence(logits, targets, own) / examples
@@ -124,11 +126,8 @@ class DistillationCollator(AnswerCollator):
             if isinstance(example, RepeatingExample):
                 place_of = dict(zip(example.passages, places, strict=True))
                 repeated += [place_of[passage] for passage in example.repeated]
-        repeats = [self._repeat(texts[place]) for place in repeated]
+        repeats = [self.builder.holed_prompt(recited(texts[place]), REPEAT) for place in repeated]
         return batch | {"repeats": PromptBatch(repeats, [[place] for place in repeated])}
-
-    def _repeat(self, text: str) -> PromptTemplate:
-        return self.builder.holed_prompt(Example((text,), (Turn(REPEAT, (text,)),)), "{context}\n\n{question}")
 
 
 register(DistillationRecipe, start)

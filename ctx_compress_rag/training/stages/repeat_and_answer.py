@@ -15,7 +15,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
@@ -167,7 +166,7 @@ def _means(vectors: Tensor, slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class PackedSlotData(Dataset[PackedSlots]):
+class PackedSlotData:
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
     Each batch takes the next examples, again and again. `texts` are further passages to repeat.

@@ -11,7 +11,6 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import padded
@@ -22,7 +21,7 @@ from ctx_compress_rag.training.config import PackingConfig, Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import layers_in
 from ctx_compress_rag.training.engine.loop import BatchMean, Collate, Job
 from ctx_compress_rag.training.engine.packing import PackedRows, Packer, collate_packed, packed_loss
-from ctx_compress_rag.training.engine.processes import training_device
+from ctx_compress_rag.training.engine.processes import processes
 from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objective import ExampleCollator
@@ -103,7 +102,7 @@ class PackedTextLoss(nn.Module):
 
 
 @dataclass
-class PackedTextData(Dataset[PackedRows]):
+class PackedTextData:
     """The batches of a training, each made when it is asked for; the same number gives the same batch.
 
     Each batch takes the next examples, again and again, and leaves out those without room.
@@ -136,7 +135,7 @@ def start(recipe: TeacherRecipe) -> Job:
     from peft import get_peft_model
 
     examples: Any = load_examples(recipe)
-    base, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_device())
+    base, tokenizer = load_decoder(recipe.decoder, recipe.revision, processes().device)
     decoder = get_peft_model(base, lora_config(recipe.tune), revision=recipe.revision)
     builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
     data = recipe.data
