@@ -19,9 +19,9 @@ def pytest_runtest_teardown() -> None:
 def tiny_tokenizer() -> Any:
     """A byte-level BPE tokenizer with a chat template."""
     from benchmarks.world.world import tokenizer_texts
-    from helpers.tokenizer import train_tokenizer
+    from helpers.architectures import PLAIN, train_tokenizer
 
-    return train_tokenizer(tokenizer_texts(50), vocab_size=600, max_length=512)
+    return train_tokenizer(PLAIN, tokenizer_texts(50), 600, prefix_space=True, model_max_length=512)
 
 
 @pytest.fixture(scope="session")

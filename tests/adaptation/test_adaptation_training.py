@@ -21,8 +21,8 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import load_recipe
-from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter, small_recipes, train_all
-from helpers.training import report
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter
+from helpers.training import report, small_recipes, train_all
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.prompts import PromptBuilder
-from helpers.adaptation import small_recipes
+from helpers.training import small_recipes
 
 
 def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -4,15 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-import benchmarks.adaptation.hypertuning
-import benchmarks.adaptation.prompt_tuning  # noqa: F401 - they register stages of the recipes below
-from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.adapter import Adapter, projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
-from ctx_compress_rag.training.run import run_recipe
 
 DEMONSTRATIONS = [
     Demonstration(
@@ -76,36 +71,3 @@ def merged_copy(model: Any, adapter: Adapter) -> Any:
         change = adapter.scale * adapter.b[name].double() @ adapter.a[name].double()
         weight.copy_(weight.double() + change)
     return copy
-
-
-def train_all(folder: Path, bundle: Path) -> Path:
-    """A folder of small recipes, all of which have been run."""
-    for file in small_recipes(folder, bundle).values():
-        run_recipe(file)
-    return folder
-
-
-def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -> dict[str, Path]:
-    """One recipe of each kind, small; `settings` replace keys of all of them."""
-    optim = {"steps": steps, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 0.01, "save_every": 2}
-    write_families(folder / "families", "dev", 6)
-    common = {
-        "bundle": str(bundle),
-        "data": {"files": [str(folder / "families")]},
-        "optim": optim | {"log_every": 1},
-    } | settings
-    predictor = {"stage": "update_predictor", "base": str(folder / "out" / "base"), "hidden": 8, "code": 4}
-    predictor |= {"demonstrations": 2, "inner_learning_rate": 0.5}
-    each = {
-        "base": {"stage": "retrieval_adapter", "rank": 2, "alpha": 4},
-        "prefix": {"stage": "prompt_tuning", "virtual_tokens": 3},
-        "k1": predictor | {"inner_steps": 1, "contexts": 3},
-        "k2": predictor | {"inner_steps": 2},
-        "task": predictor | {"inner_steps": 1, "stage": "hypertuning"},
-    }
-    (folder / "recipes").mkdir(parents=True)
-    files = {}
-    for name, recipe in each.items():
-        files[name] = folder / "recipes" / f"{name}.yaml"
-        files[name].write_text(yaml.safe_dump(common | recipe | {"output": str(folder / "out" / name)}))
-    return files

@@ -1,4 +1,4 @@
-"""Ten architectures with tiny random weights, and a tokenizer in each family's style.
+"""Ten architectures with tiny random weights, a tokenizer in each family's style, and one in none's.
 
 Weights are drawn wide, so that logits depend strongly on every input; windows of sliding attention are
 shorter than the tests' prompts. Chat templates are the families' own, shortened to their main branch.
@@ -58,6 +58,13 @@ _GRANITE = (
 )
 
 
+_PLAIN = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: its class, what differs from the common tiny shape, and its tokenizer's habits."""
@@ -69,6 +76,7 @@ class Family:
     adds_bos: bool
     extra: tuple[str, ...] = ()
     metaspace: bool = False
+    pad: str = "<pad>"
     shape: dict[str, Any] = field(default_factory=dict)
 
 
@@ -103,6 +111,8 @@ FAMILIES = [
     ),
 ]  # fmt: skip
 NAMES = [family.name for family in FAMILIES]
+PLAIN = Family("", _PLAIN, None, "<|end|>", False, ("<|system|>", "<|user|>", "<|assistant|>"), pad="<|pad|>")
+"""The style of the fixture `tiny_tokenizer`."""
 
 
 def family(name: str) -> Family:
@@ -112,10 +122,16 @@ def family(name: str) -> Family:
 @cache
 def tokenizer(name: str) -> Any:
     """A small tokenizer with the family's special tokens, BOS rule and chat template."""
+    return train_tokenizer(family(name), TEXTS * 2, 400)
+
+
+def train_tokenizer(
+    style: Family, texts: Iterable[str], vocab_size: int, prefix_space: bool = False, **settings: Any
+) -> Any:
+    """A tokenizer of this style, trained on texts; keywords are transformers'."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    style = family(name)
-    special = list(dict.fromkeys(["<pad>", *([style.bos] if style.bos else []), style.eos, *style.extra]))
+    special = list(dict.fromkeys([style.pad, *([style.bos] if style.bos else []), style.eos, *style.extra]))
     bpe = Tokenizer(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if style.metaspace:
@@ -123,24 +139,25 @@ def tokenizer(name: str) -> Any:
         bpe.decoder = decoders.Metaspace(prepend_scheme="first")
         alphabet = sorted({character for text in TEXTS for character in text} | {"\n", "_", "▁"})
     else:
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
         bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=list(alphabet), show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=list(alphabet), show_progress=False
     )
-    bpe.train_from_iterator(TEXTS * 2, trainer)
+    bpe.train_from_iterator(texts, trainer)
     if style.adds_bos:
         bpe.post_processor = processors.TemplateProcessing(
             single=f"{style.bos} $A", special_tokens=[(style.bos, bpe.token_to_id(style.bos))]
         )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        pad_token="<pad>",
+        pad_token=style.pad,
         bos_token=style.bos,
         eos_token=style.eos,
         extra_special_tokens=list(style.extra),
         chat_template=style.template,
         padding_side="left",
+        **settings,
     )
 
 

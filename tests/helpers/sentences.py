@@ -1,12 +1,9 @@
-"""A tiny sentence-transformers model in a folder, bundles that use it, and a tokenizer unlike the others."""
+"""A tiny sentence-transformers model in a folder, and a tokenizer unlike the others."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from ctx_compress_rag.bundle.bundle import Bundle
-from helpers.models import tiny_config
 
 DIM = 24
 
@@ -46,12 +43,3 @@ def unigram(texts: list[str]) -> Any:
     trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
-def sentence_bundle(like: Any, method: Any, base_ratio: int = 8, max_tokens: int = 256) -> Any:
-    """An untrained bundle of `method` on another bundle's decoder, its projector drawn for its slots."""
-    config = tiny_config(method=method, base_ratio=base_ratio, ratios=[base_ratio], max_tokens=max_tokens)
-    bundle = Bundle.build(config, like.backbone)
-    slots = torch.cat([soft.slots for soft in bundle.compress(["Orla keeps a goat.", "Kormoor lies by the sea."])])
-    bundle.reader.initialize(float(slots.pow(2).mean().sqrt()))
-    return bundle

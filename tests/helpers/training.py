@@ -13,7 +13,11 @@ from safetensors.torch import load_file
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import benchmarks.adaptation.hypertuning
+import benchmarks.adaptation.prompt_tuning  # noqa: F401 - they register stages of the recipes below
+from benchmarks.world.task_families import write_families
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import random_adapter
 from helpers.methods import COMPREXIT, SMALL_LORA
 from helpers.models import save_tiny_llama
@@ -96,6 +100,34 @@ def write_recipe(
     path = output.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(settings_of(decoder, stage, output, optim, **changes)))
     return path
+
+
+def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -> dict[str, Path]:
+    """A recipe of each stage of adaptation for a bundle, in a folder; `settings` replace keys of all of them."""
+    write_families(folder / "families", "dev", 6)
+    common = {"decoder": None, "bundle": str(bundle), "data": {"files": [str(folder / "families")]}} | settings
+    optim = {"steps": steps, "batch_size": 2, "micro_batch_size": 1, "learning_rate": 0.01, "save_every": 2}
+    predictor = {"base": str(folder / "out" / "base"), "inner_learning_rate": 0.5}
+    each: dict[str, tuple[str, dict[str, Any]]] = {
+        "base": ("retrieval_adapter", {}),
+        "prefix": ("prompt_tuning", {}),
+        "k1": ("update_predictor", predictor | {"contexts": 3}),
+        "k2": ("update_predictor", predictor | {"inner_steps": 2}),
+        "task": ("hypertuning", predictor),
+    }
+    (folder / "recipes").mkdir(parents=True)
+    files = {name: folder / "recipes" / f"{name}.yaml" for name in each}
+    for name, (stage, changes) in each.items():
+        recipe = settings_of(folder, stage, folder / "out" / name, optim, **common, **changes)
+        files[name].write_text(yaml.safe_dump(recipe))
+    return files
+
+
+def train_all(folder: Path, bundle: Path) -> Path:
+    """A folder of small recipes, all of which have been run."""
+    for file in small_recipes(folder, bundle).values():
+        run_recipe(file)
+    return folder
 
 
 def losses(folder: Path) -> list[float]:

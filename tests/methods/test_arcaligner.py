@@ -17,9 +17,8 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import load_decoder
 from helpers import architectures
 from helpers.arcaligner import alone, make_reader, merged_model, prompts, read
+from helpers.decoding import WAIT
 from helpers.models import draw_lora
-
-WAIT = 120
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -1,29 +1,20 @@
 """Compression tokens (Simple Context Compression, section 5.1) against plain computations of their attention."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens import CompressionTokensCompressor, CompressionTokensConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.distillation import DistillationRecipe
 from helpers import architectures
+from helpers.methods import compress_ids
 
 ATTENTION = ["causal", "bidirectional"]
 FROZEN = TuneConfig(mode="frozen")
-
-
-def encode(
-    compressor: CompressionTokensCompressor, passages: Sequence[Sequence[int]], ratios: Sequence[int]
-) -> dict[int, SlotBatch]:
-    ids, mask = padded(passages, torch.device("cpu"))
-    with torch.no_grad():
-        return compressor.encode(ids, mask, ratios)
 
 
 def sees(length: int, slots: int, bidirectional: bool) -> list[list[bool]]:
@@ -73,7 +64,7 @@ def test_the_token_sees_what_the_paper_says_in_every_architecture(
     x = torch.cat([backbone.model.get_input_embeddings()(read), *[compressor.token[None]] * slots])
     with torch.no_grad():
         expected = backbone.model.base_model(inputs_embeds=x[None], attention_mask=mask[None, None], use_cache=False)
-    [soft] = encode(compressor, [ids.tolist()], [ratio])[ratio].rows()
+    [soft] = compress_ids(compressor, [ids.tolist()], ratio)
     torch.testing.assert_close(soft.slots, expected.last_hidden_state[0, len(read) :], atol=2e-4, rtol=1e-4)
     # Each slot stands for r tokens, the last for what is left.
     assert soft.token_counts.tolist() == [min(ratio, length - start) for start in range(0, length, ratio)]

@@ -22,9 +22,8 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS, Method, register
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.run import run_recipe
+from helpers.ram import PASSAGES
 from helpers.training import save_decoder, write_recipe
-
-PASSAGE = "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil."
 
 
 class FirstTokensConfig(MethodConfig):
@@ -81,12 +80,12 @@ def test_a_method_from_outside_is_trained_saved_loaded_stored_and_asked(
     assert isinstance(bundle.config.method, FirstTokensConfig)
     gain = float(bundle.compressor.gain)
     assert gain != 1.0
-    [soft] = bundle.compress([PASSAGE])
-    ids = bundle.tokenizer(PASSAGE, add_special_tokens=False)["input_ids"]
+    [soft] = bundle.compress(PASSAGES[:1])
+    ids = bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"]
     torch.testing.assert_close(soft.slots, gain * bundle.backbone.embeddings.weight.detach()[ids[::4]])
     store = SoftContextStore(str(tmp_path / "chroma"), bundle)
     decoder = Decoder(bundle, store)
-    [answer] = decoder.generate([f"{mark(store, [PASSAGE])[0]} Who built the harbour?"])
+    [answer] = decoder.generate([f"{mark(store, PASSAGES[:1])[0]} Who built the harbour?"])
     assert answer.slots == soft.n_slots and answer.completion_tokens > 0
 
 

@@ -20,6 +20,7 @@ from helpers.methods import compress_ids
 from helpers.ram import (
     EXAMPLES,
     FROZEN,
+    PASSAGES,
     collator,
     move,
     objective,
@@ -165,9 +166,6 @@ def test_segments_are_the_passage(tiny_tokenizer: Any, text: str, size: int) -> 
     assert cut.bounds == sorted(cut.bounds)
 
 
-PROSE = "The harbour of Velmora was built by Oda Brink in 1612, and its lighthouse still burns whale oil."
-
-
 def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer: Any) -> None:
     text = "Oda Brink built it. Nobody else than oda brink, not Brinkley."
     cut = Segments.of(tiny_tokenizer, text, 2)
@@ -198,7 +196,7 @@ def test_answers_are_found_where_no_spaces_part_words(tiny_tokenizer: Any, text:
 
 def test_segments_are_skimmed_together_as_each_alone(bundle: Bundle) -> None:
     asked = bundle.compressor.question(plain_ids(bundle, "Who built the harbour?"))
-    segments = plain_segments(bundle, PROSE)
+    segments = plain_segments(bundle, PASSAGES[0])
     together = bundle.compressor.skim(segments, asked, 8192)
     alone = torch.cat([bundle.compressor.skim([ids], asked, 8192) for ids in segments])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)

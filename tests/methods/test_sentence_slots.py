@@ -20,7 +20,8 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceEncoder, SentenceSlotsConfig
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.sentences import sentences, split
-from helpers.sentences import DIM, save_encoder, sentence_bundle, unigram
+from helpers.models import tiny_config
+from helpers.sentences import DIM, save_encoder, unigram
 
 TEXTS = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea! Her first job was at the salt works of Pell, "
@@ -39,8 +40,12 @@ def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[..., A
     """Make a sentence-slot bundle with the tiny encoder."""
 
     def make(window: int = 256, **method: Any) -> Bundle:
-        config = SentenceSlotsConfig(**{"encoder": str(encoder), "encoder_dim": DIM, **method})
-        return sentence_bundle(make_tiny_bundle(encoder=FROZEN, decoder=FROZEN), config, max_tokens=window)
+        settings = SentenceSlotsConfig(**{"encoder": str(encoder), "encoder_dim": DIM, **method})
+        config = tiny_config(method=settings, base_ratio=8, ratios=[8], max_tokens=window)
+        made = Bundle.build(config, make_tiny_bundle(encoder=FROZEN, decoder=FROZEN).backbone)
+        made.compress(TEXTS)  # loads the encoder
+        made.reader.initialize(1.0)
+        return made
 
     return make
 
