@@ -8,9 +8,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.objectives import Contexts
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.adaptation.stages import start_update_predictor
+from ctx_compress_rag.adaptation.stages import Contexts, start_update_predictor
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.training.recipe import register

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
-from ctx_compress_rag.adaptation.objectives import AnswersMean
-from ctx_compress_rag.adaptation.stages import Batches, job, open_decoder
+from ctx_compress_rag.adaptation.stages import AnswersMean, Batches, job, open_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.preparer import Preparer

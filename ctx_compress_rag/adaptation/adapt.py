@@ -54,8 +54,7 @@ def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptat
     """
     if not demonstrations:
         raise ConfigError("there is nothing to adapt to: give one demonstration or more")
-    decoder = with_adapter(llm, None).decoder
-    return with_adapter(llm, adaptation.adapt(decoder, demonstrations))
+    return with_adapter(llm, adaptation.adapt(adapted(llm.decoder, None), demonstrations))
 
 
 def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:

@@ -13,9 +13,8 @@ from ctx_compress_rag.adaptation.adapt import rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.episodes import Tasks
-from ctx_compress_rag.adaptation.objectives import MatchingLoss, RetrievalAdapterLoss
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
-from ctx_compress_rag.adaptation.stages import passes
+from ctx_compress_rag.adaptation.stages import MatchingLoss, RetrievalAdapterLoss, passes
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.adaptation.adapt import rows_of
 from ctx_compress_rag.adaptation.adapter import Adapter, projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.adaptation.predictor import UpdatePredictor, pooled_states
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate, UpdatePredictor, pooled_states
 from ctx_compress_rag.adaptation.updates import inner_products, matching_loss, norms, sgd
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder

@@ -23,7 +23,7 @@ from ctx_compress_rag.training.objective import PromptBatch
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
-from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss, ReconstructionCollator
+from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.stages.compression import start_bundle
 from ctx_compress_rag.training.stages.repeat_and_answer import (
     REPEAT_TEMPLATES,
@@ -152,7 +152,7 @@ def test_whether_slots_are_read_is_logged(decoder: Path, tmp_path: Path) -> None
     plain = LikelihoodLoss(bundle)
     plain.ratios = [4]
     builder = PromptBuilder(bundle.tokenizer)
-    collate = ReconstructionCollator(builder, [REPEAT_TEMPLATES[0]], 256, 0)
+    collate = AnswerCollator(builder, [REPEAT_TEMPLATES[0]], 256, 0, recites=True)
     batch = collate([recited(passage) for passage in passages])
     assert found["right"] == pytest.approx(float(plain(**batch)["loss"].detach()), rel=1e-5)
     batch["prompts"] = PromptBatch(batch["prompts"].prompts, [[1], [0]])

@@ -202,16 +202,29 @@ class TrunkCompressor(Compressor):
         if tune.mode == "lora":
             backbone.add_adapter(self.side, self._lora)
 
+    def _layers(self, model: Any) -> nn.ModuleList:
+        return decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers)[: self._kept]
+
     def _of(self, model: Any) -> nn.Module:
-        """Return a causal LM without its head, with only the layers that the encoder has."""
+        """Return a causal LM without its head, or a view of it that runs only the encoder's layers and the norm."""
         trunk: nn.Module = model.base_model
-        return trunk if self._kept is None else _with_layers(trunk, _layers(trunk, model.config)[: self._kept])
+        if self._kept is None:
+            return trunk
+        view, layers = copy.copy(trunk), self._layers(model)
+        view._modules = {
+            name: layers if isinstance(child, nn.ModuleList) and child[0] is layers[0] else child
+            for name, child in trunk._modules.items()
+        }
+        return view
 
     def _lora(self) -> Any:
-        model = self.backbone.model
-        if self._kept is None:
-            return lora_config(self.tune)
-        return _lora_of_layers(self.tune, _layers(model.base_model, model.config)[: self._kept])
+        config = lora_config(self.tune)
+        if self._kept is not None:
+            if config.target_modules == "all-linear":  # peft cannot combine it with a choice of layers
+                layers = self._layers(self.backbone.model)
+                config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}
+            config.layers_to_transform = list(range(self._kept))
+        return config
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make the encoder and the method's own weights trainable, as `tune` says, and return them."""
@@ -227,26 +240,3 @@ class TrunkCompressor(Compressor):
         """Yield the encoder, a transformers model without a head, locked for this thread within the context."""
         with self.backbone.use(self.side if self.tune.mode == "lora" else None):
             yield self._of(self.backbone.model) if self.encoder is None else self.encoder
-
-
-def _layers(trunk: nn.Module, config: Any) -> nn.ModuleList:
-    return decoder_layers(trunk, config.get_text_config().num_hidden_layers)
-
-
-def _with_layers(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """Return a view of a trunk that runs only these layers and the final norm; leave the trunk itself whole."""
-    view = copy.copy(trunk)
-    view._modules = {
-        name: layers if isinstance(child, nn.ModuleList) and child[0] is layers[0] else child
-        for name, child in trunk._modules.items()
-    }
-    return view
-
-
-def _lora_of_layers(tune: TuneConfig, layers: nn.ModuleList) -> Any:
-    """Return the peft configuration that applies `tune` to only these layers, the first of a decoder."""
-    config = lora_config(tune)
-    if config.target_modules == "all-linear":  # peft cannot combine it with a choice of layers
-        config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}
-    config.layers_to_transform = list(range(len(layers)))
-    return config

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,6 @@ from ctx_compress_rag.training.engine.saved_states import (
     step_of,
 )
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +140,7 @@ class _Training:
         self.job, self.optim, self.output = job, optim, output
         self.accelerator = Accelerator(cpu=processes().device.type == "cpu", mixed_precision="no")
         self.count = self.accelerator.num_processes
-        self.micro = _micro_batch_size(job, optim, self.count)
+        self.micro = self._micro_batch_size()
         torch.manual_seed(seed)
         self.model = job.model.to(self.accelerator.device).train()
         if optim.checkpoint_layers:
@@ -162,14 +159,22 @@ class _Training:
         self.losses = list[float]()  # since the last row of the history
         self.step = self.tokens = 0
 
+    def _micro_batch_size(self) -> int:
+        batch = self.optim.batch_size
+        micro: int = min(self.job.micro_batch_size or self.optim.micro_batch_size or batch, batch // self.count)
+        if micro == 0 or batch % (micro * self.count):
+            raise ConfigError(
+                f"batch_size {batch} cannot be divided among {self.count} processes in micro-batches of {micro}: "
+                "choose numbers that divide it"
+            )
+        return micro
+
     def begin(self, resume: bool) -> bool:
         """Continue from the last checkpoint, if there is one; return whether there is one."""
         checkpoint = last_checkpoint(self.output, self.optim.steps) if resume else None
         self.step = step_of(checkpoint) if checkpoint else 0
         # Draws a random number: before `load_state`.
-        self.micro_batches = _micro_batches(
-            self.job, self.optim, self.micro, self.step, self.accelerator.process_index, self.count
-        )
+        self.micro_batches = self._micro_batches()
         if checkpoint:
             logger.info("resuming from %s", checkpoint)
             progress = load_state(self.accelerator, checkpoint)
@@ -177,6 +182,14 @@ class _Training:
             self.tokens = progress["tokens"] // self.count
             self.began -= progress["seconds"]
         return checkpoint is not None
+
+    def _micro_batches(self) -> Iterator[dict[str, Any]]:
+        """Yield this process's micro-batches from now on; processes take turns, in the order of the examples."""
+        examples: Any = self.job.examples
+        first = self.step * self.optim.batch_size + self.accelerator.process_index * self.micro
+        starts = range(first, self.optim.items, self.micro * self.count)
+        numbers = ([number % len(examples) for number in range(start, start + self.micro)] for start in starts)
+        return iter(DataLoader(examples, batch_sampler=numbers, collate_fn=self.job.collate))
 
     def so_far(self) -> dict[str, Any]:
         """Return the seconds, and the tokens, estimated as if all processes had read as many as this one."""
@@ -204,7 +217,7 @@ class _Training:
         self.step += 1
         batches = [next(self.micro_batches) for _ in range(self.optim.batch_size // (self.micro * self.count))]
         self.tokens += sum(map(tokens_of, batches))
-        loss = _backward(self.accelerator, self.parallel, self.model, batches, self.autocast)
+        loss = self._backward(batches)
         late = deadline is not None and time.monotonic() >= deadline
         # One process's NaN or deadline is that of all: a process that continued alone would wait for the others.
         total, late_processes = self.accelerator.reduce(torch.stack((loss, loss.new_tensor(float(late))))).tolist()
@@ -218,6 +231,26 @@ class _Training:
         if self.average is not None:
             self.average.update_parameters(self.parameters)
         return bool(late_processes)
+
+    def _backward(self, batches: Sequence[dict[str, Any]]) -> Tensor:
+        """Add a step's gradients; return its loss, whose mean over the processes is the loss of the whole batch."""
+        accelerator, device = self.accelerator, self.accelerator.device
+        total = torch.zeros((), device=device)
+        items: dict[str, Tensor] = {}
+        batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in batches]
+        # Gradients are averaged over the processes, so a loss that is divided by all their items is multiplied by them.
+        scale = 1 / len(batches)
+        if isinstance(self.model, BatchMean):
+            first, *others = (self.model.items(**batch) for batch in batches)
+            items["num_items_in_batch"] = accelerator.reduce(sum(others, start=first).to(device))
+            scale = float(self.count)
+        for number, batch in enumerate(batches):
+            with nullcontext() if number == len(batches) - 1 else accelerator.no_sync(self.parallel):
+                with self.autocast:
+                    loss = self.parallel(**batch, **items)["loss"] * scale
+                accelerator.backward(loss)
+            total += loss.detach()
+        return total
 
     def _log(self) -> None:
         row = {"step": self.step, **self.so_far(), "loss": sum(self.losses) / len(self.losses)}
@@ -243,50 +276,6 @@ class _Training:
             with torch.no_grad():
                 for weight, mean in zip(self.parameters, self.average.parameters(), strict=True):
                     weight.copy_(mean)
-
-
-def _micro_batch_size(job: Job, optim: OptimConfig, count: int) -> int:
-    wanted = job.micro_batch_size or optim.micro_batch_size or optim.batch_size
-    micro = min(wanted, optim.batch_size // count)
-    if micro == 0 or optim.batch_size % (micro * count):
-        raise ConfigError(
-            f"batch_size {optim.batch_size} cannot be divided among {count} processes in micro-batches of {micro}: "
-            "choose numbers that divide it"
-        )
-    return micro
-
-
-def _micro_batches(
-    job: Job, optim: OptimConfig, size: int, first: int, rank: int, count: int
-) -> Iterator[dict[str, Any]]:
-    """Yield a process's micro-batches from step `first` on; processes take turns, in the order of the examples."""
-    starts = range(first * optim.batch_size + rank * size, optim.items, size * count)
-    numbers = ([number % len(job.examples) for number in range(start, start + size)] for start in starts)
-    examples: Any = job.examples
-    return iter(DataLoader(examples, batch_sampler=numbers, collate_fn=job.collate))
-
-
-def _backward(
-    accelerator: Accelerator, parallel: nn.Module, model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Any
-) -> Tensor:
-    """Add a step's gradients; return the step's loss, whose mean over the processes is the loss of the whole batch."""
-    device = accelerator.device
-    total = torch.zeros((), device=device)
-    items: dict[str, Tensor] = {}
-    batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in batches]
-    # Gradients are averaged over the processes, so a loss that is divided by all their items is multiplied by them.
-    scale = 1 / len(batches)
-    if isinstance(model, BatchMean):
-        first, *others = (model.items(**batch) for batch in batches)
-        items["num_items_in_batch"] = accelerator.reduce(sum(others, start=first).to(device))
-        scale = float(accelerator.num_processes)
-    for number, batch in enumerate(batches):
-        with nullcontext() if number == len(batches) - 1 else accelerator.no_sync(parallel):
-            with autocast:
-                loss = parallel(**batch, **items)["loss"] * scale
-            accelerator.backward(loss)
-        total += loss.detach()
-    return total
 
 
 def _diverged(output: Path, what: str) -> TrainingError:

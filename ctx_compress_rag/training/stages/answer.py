@@ -79,10 +79,12 @@ class LikelihoodLoss(BatchMean, SlotObjective):
 class AnswerCollator(ExampleCollator):
     """A collator that turns examples into the arguments of `LikelihoodLoss`.
 
-    `with_text` also makes prompts with the full text, for the teacher.
+    `with_text` also makes prompts with the full text, for the teacher. With `recites` the answer is not the example's,
+    but its only passage as it is compressed.
     """
 
     with_text: bool = False
+    recites: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         passages: dict[str, Tokenized] = {}  # each once, also if examples share it
@@ -92,7 +94,8 @@ class AnswerCollator(ExampleCollator):
         for example in examples:
             short = self.builder.shortened(example.passages, self.max_context_tokens)
             texts = [text for text, _ in short]
-            asked, template = self.asked(example, texts), draw_template(self.templates, example, self.seed)
+            asked = recited(*texts) if self.recites else example
+            template = draw_template(self.templates, example, self.seed)
             prompts.append(self.builder.holed_prompt(asked, template))
             if self.with_text:
                 text_prompts.append(self.builder.text_prompt(asked, template, texts))
@@ -104,10 +107,6 @@ class AnswerCollator(ExampleCollator):
             "prompts": PromptBatch(prompts, places),
             "text_prompts": text_prompts,
         }
-
-    def asked(self, example: Example, texts: Sequence[str]) -> Example:
-        """Return the example whose questions are asked about `texts`, its shortened passages."""
-        return example
 
 
 class NextTokenRecipe(CompressionRecipe):
@@ -176,15 +175,7 @@ class ReconstructionRecipe(CompressionRecipe):
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         longest = self.data.max_context_tokens
         builder = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
-        return LikelihoodLoss(bundle), ReconstructionCollator(builder, PARAPHRASES, longest, self.seed), examples
-
-
-class ReconstructionCollator(AnswerCollator):
-    """A collator of examples with one passage each, which is, shortened, the answer that `LikelihoodLoss` trains on."""
-
-    def asked(self, example: Example, texts: Sequence[str]) -> Example:
-        [text] = texts
-        return recited(text)
+        return LikelihoodLoss(bundle), AnswerCollator(builder, PARAPHRASES, longest, self.seed, recites=True), examples
 
 
 for _recipe in (AnswerRecipe, NextTokenRecipe, ReconstructionRecipe):
