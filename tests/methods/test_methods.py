@@ -1,7 +1,7 @@
 """What holds for every method: each one in METHODS goes through the same matrix, in each of its forms."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,10 +63,6 @@ def ratios_of(bundle: Bundle) -> list[int]:
     return [bundle.config.base_ratio] if bundle.config.method.name == "ram" else [4, 8]
 
 
-def tokenized(bundle: Bundle, texts: list[str]) -> list[Tokenized]:
-    return [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-
-
 def test_a_saved_bundle_is_the_same(bundle: Bundle, tmp_path: Path) -> None:
     bundle.save_pretrained(tmp_path)
     loaded = Bundle.from_pretrained(tmp_path, device="cpu")
@@ -83,16 +79,22 @@ def test_a_saved_bundle_is_the_same(bundle: Bundle, tmp_path: Path) -> None:
         assert torch.equal(bundle.embed(one), loaded.embed(other))
 
 
-def test_a_batch_is_compressed_as_each_passage_alone(bundle: Bundle) -> None:
-    """The last passage is longer than the window."""
-    assert len(tokenized(bundle, PASSAGES)[-1].ids) > bundle.config.max_tokens
-    for ratio in ratios_of(bundle):
+def test_a_batch_is_compressed_as_each_passage_alone_and_in_training_as_for_a_store(bundle: Bundle) -> None:
+    """The last passage is longer than the window, which holds whole slots of the ratios."""
+    passages = [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES]
+    assert len(passages[-1].ids) > bundle.config.max_tokens
+    with torch.no_grad():
+        batch = bundle.compressor(passages, ratios_of(bundle), bundle.config.max_tokens)
+    assert list(batch) == ratios_of(bundle)
+    for ratio, slots in batch.items():
+        assert not slots.slots[slots.token_counts == 0].any()  # padding
         together = bundle.compress(PASSAGES, ratio)
-        alone = [bundle.compress([text], ratio)[0] for text in PASSAGES]
-        for soft, expected, passage in zip(together, alone, tokenized(bundle, PASSAGES), strict=True):
-            assert_same(soft, expected, 1e-4)
-            assert soft.n_tokens == len(passage.ids)
-            assert bool((soft.token_counts > 0).all())
+        for in_training, stored, passage in zip(slots.rows(), together, passages, strict=True):
+            [alone] = bundle.compress([passage.text], ratio)
+            assert_same(stored, alone, 1e-4)
+            assert_same(in_training, alone, 1e-4)
+            assert stored.n_tokens == len(passage.ids)
+            assert bool((stored.token_counts > 0).all())
 
 
 @pytest.mark.parametrize("architecture", architectures.NAMES)
@@ -117,18 +119,6 @@ def test_padding_changes_no_slot_in_any_architecture(name: str, settings: dict[s
         assert not slots.slots[slots.token_counts == 0].any()
         for row, passage in zip(slots.rows(), passages, strict=True):
             assert_same(row, compress_ids(compressor, [passage], ratio)[0], 1e-4)
-
-
-def test_training_has_the_slots_of_a_store(bundle: Bundle) -> None:
-    """A passage longer than the window among others, at ratios that the window holds whole."""
-    passages = tokenized(bundle, PASSAGES)
-    with torch.no_grad():
-        batch = bundle.compressor(passages, ratios_of(bundle), bundle.config.max_tokens)
-    assert list(batch) == ratios_of(bundle)
-    for ratio, slots in batch.items():
-        assert not slots.slots[slots.token_counts == 0].any()  # padding
-        for in_training, stored in zip(slots.rows(), bundle.compress(PASSAGES, ratio), strict=True):
-            assert_same(in_training, stored, 1e-4)
 
 
 QUESTION = "Who built the harbour of Velmora?"
@@ -190,41 +180,23 @@ def unread(method: str, parameter: str) -> bool:
 
 
 @cache
-def shipped() -> dict[str, CompressionRecipe]:
-    """All recipes that train a compressor, the demo's left out, by name."""
-    files = [file for file in sorted(SHIPPED.glob("*/*.yaml")) if file.parent.name != "demo"]
-    loaded = {f"{file.parent.name}/{file.stem}": load_recipe(file) for file in files}
-    return {name: recipe for name, recipe in loaded.items() if isinstance(recipe, CompressionRecipe)}
-
-
-def method_of(recipe: CompressionRecipe) -> str:
-    """A recipe's method; that of the recipe whose bundle it starts from, if it names none."""
-    if recipe.method is not None:
-        return recipe.method.name
-    assert recipe.bundle is not None
-    [before] = [other for other in shipped().values() if other.output == recipe.bundle.parent]
-    return method_of(before)
-
-
-def recipes(method: str) -> dict[str, CompressionRecipe]:
-    """A method's recipes by name."""
-    return {name: recipe for name, recipe in shipped().items() if method_of(recipe) == method}
+def recipes(method: str) -> list[CompressionRecipe]:
+    """The shipped recipes that train a method's compressor."""
+    loaded = [load_recipe(file) for file in sorted((SHIPPED / method).glob("*.yaml"))]
+    return [recipe for recipe in loaded if isinstance(recipe, CompressionRecipe)]
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - IMPORTED))
 def test_every_method_ships_recipes_whose_stages_follow_each_other(method: str) -> None:
     found = recipes(method)
-    assert found
-    outputs = {recipe.output for recipe in found.values()}
+    assert {recipe.method.name for recipe in found if recipe.method is not None} == {method}
+    outputs = {recipe.output for recipe in found}
     assert len(outputs) == len(found)
-    for name, recipe in found.items():
-        assert recipe.bundle is None or recipe.bundle.parent in outputs, f"{name} starts from a bundle no recipe makes"
+    for recipe in found:
+        assert recipe.bundle is None or recipe.bundle.parent in outputs, "it starts from a bundle that no recipe makes"
 
 
-Batch = dict[str, Any]
-
-
-def objective_and_batch(recipe: Any, bundle: Bundle) -> tuple[torch.nn.Module, Batch]:
+def objective_and_batch(recipe: Any, bundle: Bundle) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A recipe's objective, and a batch of the same examples each time."""
     short = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
     examples = world_examples("train", 900, 4, max_turns=2, passages=(2,))
@@ -238,10 +210,8 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
     make: Callable[..., Bundle], case: tuple[str, str]
 ) -> None:
     name, form = case
-    stages = {recipe.stage: recipe for recipe in recipes(name).values()}  # type: ignore[attr-defined]
+    stages = {recipe.stage: recipe for recipe in recipes(name)}  # type: ignore[attr-defined]
     for stage, recipe in stages.items():
-        if recipe.packed:  # tests/training/test_packing.py
-            continue
         bundle = make(name, form, seed=4)
         objective, batch = objective_and_batch(recipe, bundle)
         parameters = {n: p for n, p in objective.named_parameters() if p.requires_grad}
@@ -257,24 +227,7 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
         assert len(moved) == len(parameters) - len(still), stage
 
 
-@pytest.fixture
-def objective_of(case: tuple[str, str]) -> Callable[[Bundle], tuple[torch.nn.Module, Batch]]:
-    """The objective of a method's first recipe, and a batch of the same examples each time."""
-    first = next(recipe for recipe in recipes(case[0]).values() if not recipe.packed)
-    return partial(objective_and_batch, first)
-
-
-def loss_of(objective: torch.nn.Module, batch: Batch) -> Tensor:
-    torch.manual_seed(0)
-    loss: Tensor = objective(**batch)["loss"]
-    return loss
-
-
-def test_checkpointed_layers_give_the_same_gradients(
-    make: Callable[..., Bundle],
-    case: tuple[str, str],
-    objective_of: Callable[[Bundle], tuple[torch.nn.Module, Batch]],
-) -> None:
+def test_checkpointed_layers_give_the_same_gradients(make: Callable[..., Bundle], case: tuple[str, str]) -> None:
     """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
     gradients: list[dict[str, Tensor]] = []
     kept: list[int] = []
@@ -284,7 +237,7 @@ def test_checkpointed_layers_give_the_same_gradients(
         assert len(layers) >= 2
         if checkpointed:
             checkpoint_layers(layers, bundle.reader)
-        objective, batch = objective_of(bundle)
+        objective, batch = objective_and_batch(recipes(case[0])[0], bundle)
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor, held: dict[int, int] = storages) -> Tensor:
@@ -292,7 +245,8 @@ def test_checkpointed_layers_give_the_same_gradients(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = loss_of(objective, batch)
+            torch.manual_seed(0)
+            loss = objective(**batch)["loss"]
         kept.append(sum(storages.values()))
         loss.backward()
         gradients.append({n: p.grad for n, p in objective.named_parameters() if p.grad is not None})

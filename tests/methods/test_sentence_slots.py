@@ -50,11 +50,6 @@ def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[..., A
     return make
 
 
-@pytest.fixture(scope="module")
-def bundle(make: Callable[..., Any]) -> Any:
-    return make()
-
-
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

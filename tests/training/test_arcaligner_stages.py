@@ -12,7 +12,6 @@ from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.arcaligner import SelectiveLoraConfig
-from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.arcaligner import LORA, make_reader, prompts, read
 from helpers.sentences import DIM, save_encoder
@@ -56,25 +55,6 @@ def test_impossible_settings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"\[1, 2\].*0 to 1"):
         make_reader(gated_layers=[2, 1])
     assert SelectiveLoraConfig() == SelectiveLoraConfig(rank=128, alpha=32, dropout=0.05)
-
-
-def test_recipes_have_the_papers_hyperparameters() -> None:
-    """Tables 5 and 6; the batch is that of all GPUs, and steps are one epoch."""
-    first, second, third = (load_recipe(f"arcaligner/{name}") for name in ("1_reconstruction", "2_answer", "3_gates"))
-    for recipe, rate, batch, samples in (
-        (first, 2e-4, 8 * 8 * 4, 200_000),
-        (second, 2e-5, 8 * 2 * 4, 90_447),
-        (third, 2e-5, 8 * 2 * 4, 90_447),
-    ):
-        optim = recipe.optim
-        assert (optim.learning_rate, optim.final_learning_rate, optim.schedule) == (rate, 0.0, "linear")
-        assert (optim.warmup_ratio, optim.weight_decay) == (0.03, 0.0)
-        assert (optim.batch_size, optim.steps) == (batch, samples // batch)
-    assert first.method.lora == third.method.lora == SelectiveLoraConfig(rank=128, alpha=32, dropout=0.05)
-    assert (first.method.loops, third.method.loops) == (0, 3)
-    assert third.method == first.method.model_copy(update={"loops": 3})
-    assert second.method is None  # stage I's, without loops
-    assert str(second.bundle) == f"{first.output}/bundle" and str(third.bundle) == f"{second.output}/bundle"
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_json
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipe import load_recipe
-from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss, RamRecipe
+from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.ram import EXAMPLES, PLAIN, collator, objective, plain_ids, ram_bundle
 
 
@@ -91,18 +90,6 @@ def test_impossible_settings_are_refused() -> None:
         BundleConfig(**shape, base_ratio=4, ratios=[2])
     with pytest.raises(ValueError, match="ratio of 2 or more"):
         BundleConfig(**shape, base_ratio=50, ratios=[1, 2])
-
-
-def test_the_shipped_recipe_has_the_papers_numbers() -> None:
-    recipe = load_recipe("ram/ram")
-    assert isinstance(recipe, RamRecipe) and isinstance(recipe.method, RamConfig)
-    assert (recipe.ratios, recipe.temperature, recipe.contrastive) == ([2, 4, 8, 16, 32], 0.1, True)
-    assert (recipe.method.segment_tokens, recipe.base_ratio, recipe.data.max_context_tokens) == (50, 50, 20_000)
-    assert recipe.data.max_answer_tokens >= 2048  # MultiNews' summaries keep their end
-    assert (recipe.method.encoder.mode, recipe.method.decoder.mode) == ("full", "full")
-    assert (recipe.optim.batch_size, recipe.optim.learning_rate, recipe.optim.final_learning_rate) == (32, 1e-5, 0)
-    assert recipe.optim.schedule == "linear"
-    assert recipe.optim.steps == 5 * 20_000 // 32  # one pass over the paper's examples
 
 
 def test_yes_and_no_make_no_positives(tiny_tokenizer: Any) -> None:
