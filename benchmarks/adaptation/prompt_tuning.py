@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
-from ctx_compress_rag.adaptation.stages import AnswersMean, Batches, job, open_decoder
+from ctx_compress_rag.adaptation.stages import AnswersMean, Batches, open_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.preparer import Preparer
@@ -75,13 +75,12 @@ def start(recipe: PromptTuningRecipe) -> Job:
     """The job that trains a soft prefix."""
     decoder = open_decoder(recipe)
     trained = PromptTuningLoss(decoder.bundle, recipe.virtual_tokens, recipe.seed)
-    return job(
-        decoder.bundle,
-        trained,
-        range(recipe.optim.items),
-        Batches(recipe, decoder).queries,
-        lambda name: save_file({_KEY: trained.prefix.detach().float().cpu()}, recipe.output / _FILE),
-    )
+
+    def save(report: dict[str, Any]) -> None:
+        save_file({_KEY: trained.prefix.detach().float().cpu()}, recipe.output / _FILE)
+
+    about = {"fingerprint": decoder.bundle.fingerprint}
+    return Job(trained, range(recipe.optim.items), Batches(recipe, decoder).queries, save, about)
 
 
 register(PromptTuningRecipe, start)

@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.engine.loop import BatchMean, Collate, Job
+from ctx_compress_rag.training.engine.loop import BatchMean, Job
 from ctx_compress_rag.training.engine.processes import processes
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import register
@@ -114,9 +114,9 @@ class MatchingLoss(nn.Module):
         return pooled, GradientUpdate(self.update.base, a, b)
 
 
-def open_decoder(recipe: AdaptationRecipe, device: str | torch.device | None = None) -> Decoder:
-    """Load the recipe's decoder; None as `device` means this training process's device."""
-    device = device or processes().device
+def open_decoder(recipe: AdaptationRecipe) -> Decoder:
+    """Load the recipe's decoder to this training process's device."""
+    device = processes().device
     if recipe.decoder is not None:
         return Decoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
@@ -147,30 +147,17 @@ class Batches:
         }
 
 
-def job(
-    decoder: PlainDecoder,
-    objective: nn.Module,
-    numbers: Sequence[int],
-    collate: Collate,
-    save: Callable[[str | None], None],
-) -> Job:
-    """Return a job whose report identifies the decoder; `save` is called with the decoder's hub id or path."""
-    about = {"fingerprint": decoder.fingerprint}
-    return Job(objective, numbers, collate, lambda report: save(decoder.decoder_name), about)
-
-
 def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
     """Make the job that trains the base retrieval adapter."""
     decoder = open_decoder(recipe)
-    trained = RetrievalAdapterLoss(decoder.bundle, recipe.rank, recipe.alpha)
-    batches = Batches(recipe, decoder)
-    return job(
-        decoder.bundle,
-        trained,
-        range(recipe.optim.items),
-        batches.queries,
-        lambda name: trained.adapter().save_pretrained(recipe.output, name),
-    )
+    bundle = decoder.bundle
+    trained = RetrievalAdapterLoss(bundle, recipe.rank, recipe.alpha)
+
+    def save(report: dict[str, Any]) -> None:
+        trained.adapter().save_pretrained(recipe.output, bundle.decoder_name)
+
+    about = {"fingerprint": bundle.fingerprint}
+    return Job(trained, range(recipe.optim.items), Batches(recipe, decoder).queries, save, about)
 
 
 def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> Job:
@@ -190,8 +177,12 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective |
     objective = objective or partial(
         MatchingLoss, magnitude_weight=recipe.magnitude_weight, keep=recipe.contexts is not None
     )
-    save = partial(update.save_pretrained, recipe.output)
-    return job(bundle, objective(bundle, update), numbers, batches.contexts, save)
+
+    def save(report: dict[str, Any]) -> None:
+        update.save_pretrained(recipe.output, bundle.decoder_name)
+
+    about = {"fingerprint": bundle.fingerprint}
+    return Job(objective(bundle, update), numbers, batches.contexts, save, about)
 
 
 def passes(size: int, count: int, seed: int) -> list[int]:

@@ -18,6 +18,7 @@ from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.examples import load_examples, load_texts
 from ctx_compress_rag.training.recipe import parse_recipe
+from helpers.training import settings_of
 
 # From XQuAD (CC BY-SA 4.0): a question and the beginning of its paragraph.
 QUESTION = "How many points did the Panthers defense surrender?"
@@ -47,23 +48,12 @@ def test_training_leaves_out_held_out_questions_and_passages(tmp_path: Path, cap
     passage = row(f"{EXAMPLES[0].passages[0]} {PARAGRAPH.replace(',', ' -')} {EXAMPLES[1].passages[0]}")
     text = tmp_path / "text.txt"
     text.write_text(f"{'Nothing of it. ' * 20}\n{PARAGRAPH}\n")
-    recipe: Any = parse_recipe(
-        {
-            "stage": "repeat_and_answer",
-            "output": "out",
-            "decoder": "nowhere",
-            "name": "x",
-            "method": {"name": "mean_pooling"},
-            "window": 384,
-            "packing": {"rows": 2, "passage_rows": 2, "length": 384, "examples": 2},
-            "data": {
-                "files": [str(write(tmp_path / "train.jsonl", [*good, question, passage]))],
-                "texts": [{"file": str(text), "words": 40}],
-                "held_out": [str(write(tmp_path / "dev.jsonl", [row(PARAGRAPH, QUESTION)]))],
-            },
-        },
-        "here",
-    )
+    data = {
+        "files": [str(write(tmp_path / "train.jsonl", [*good, question, passage]))],
+        "texts": [{"file": str(text), "words": 40}],
+        "held_out": [str(write(tmp_path / "dev.jsonl", [row(PARAGRAPH, QUESTION)]))],
+    }
+    recipe: Any = parse_recipe(settings_of(tmp_path, "packed", tmp_path, data=data), "here")
     assert {e.passages for e in load_examples(recipe) if e.turns[0].question} == {(each["context"],) for each in good}
     [kept] = load_texts(recipe)
     assert "Panthers" not in kept.passages[0]
