@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -116,8 +116,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         passages = [Segments.of(self.backbone.tokenizer, text, self.config.segment_tokens) for text in texts]
         represented = _representations(store, ids, passages, scope)
         asked = self.question(question_ids)
-        bundle: Any = store.bundle  # a store itself needs no ratios
-        reduction = min(bundle.config.ratios) if ratio is None else ratio
+        reduction = min(store.bundle.config.ratios) if ratio is None else ratio
         counts = torch.tensor([count for passage in passages for count in passage.token_counts])
         kept = self.choose(asked.cpu(), represented, counts, reduction)
         layouts = layout(passages, kept)
