@@ -1,6 +1,5 @@
 """Splice identity: slots that are the embeddings of the text they replace change nothing."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import chromadb
@@ -8,24 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
-from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.mean_pooling import MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.soft_context import pool
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from helpers import architectures
 from helpers.decoding import by_transformers, prompt_of
+from helpers.models import tiny_config
 
 # A row is a list of (length, is it a hole?). All are longer than the sliding window of 8.
 ROWS = [
@@ -99,42 +92,13 @@ def test_slots_of_another_width_are_refused() -> None:
         splice(torch.nn.Embedding(5, 3), [prompt_of(torch.tensor([1]), torch.zeros(2, 4))])
 
 
-class TokenEmbeddings(TokenCompressor):
-    """One slot per token: its embedding. What the decoder then reads is the plain prompt."""
-
-    nestable = True
-
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__(backbone)
-        self.dim = backbone.dim
-
-    def trained_parameters(self) -> list[torch.nn.Parameter]:
-        return []
-
-    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        vectors = self.backbone.embeddings(input_ids)
-        return {ratio: SlotBatch(*pool(vectors, attention_mask, ratio)) for ratio in ratios}
-
-    def saved_state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        assert not state
-
-
 @pytest.fixture(scope="module")
 def decoder(name: str, model: Any) -> Decoder:
-    backbone = Backbone(model, architectures.tokenizer(name))
-    frozen = TuneConfig(mode="frozen")
-    config = BundleConfig(
-        name=name,
-        method=MeanPoolingConfig(encoder=frozen, decoder=frozen, linear=False),
-        base_ratio=1,
-        ratios=[1],
-        max_tokens=16,
-    )
-    reader = Reader(backbone, None, frozen)
-    bundle = Bundle(config, backbone, TokenEmbeddings(backbone), reader)
+    """Its slots are one token's embedding each: what it reads is the plain prompt."""
+    frozen = {"mode": "frozen"}
+    method = {"name": "mean_pooling", "layers": 0, "linear": False, "encoder": frozen, "decoder": frozen}
+    config = tiny_config(name=name, method=method, base_ratio=1, ratios=[1], max_tokens=16)
+    bundle = Bundle.build(config, Backbone(model, architectures.tokenizer(name)))
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=f"identity-{name}", codec="fp16", key=b"k" * 16
     )
