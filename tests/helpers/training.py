@@ -19,7 +19,7 @@ from benchmarks.world.task_families import write_families
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import random_adapter
-from helpers.methods import COMPREXIT, SMALL_LORA
+from helpers.methods import COMPREXIT
 from helpers.models import save_tiny_llama
 
 UNLIKE = [
@@ -38,7 +38,6 @@ PREDICTOR |= {"hidden": 8, "code": 4}
 STAGES: dict[str, dict[str, Any]] = {
     "adapter": {"stage": "teacher", "tune": LORA},
     "answer": {"stage": "answer", **POOLED},
-    "answer, full": {"stage": "answer", **SLOTS, "method": {"name": "mean_pooling", "encoder": FULL, "decoder": FULL}},
     "distillation": {"stage": "distillation", **POOLED},
     "reconstruction": {"stage": "reconstruction", **POOLED},
     # Of each batch's four passages, three: a micro-batch of one example repeats nothing.
@@ -56,11 +55,6 @@ STAGES: dict[str, dict[str, Any]] = {
         "method": {"name": "ram", "segment_tokens": 4, "encoder": FULL, "decoder": LORA},
         "base_ratio": 4,
         "ratios": [2, 4, 8],
-    },
-    "arcaligner": {
-        "stage": "answer",
-        **SLOTS,
-        "method": {"name": "arcaligner", "encoder": "minilm", "unit": "tokens", "lora": SMALL_LORA},
     },
     "comprexit": {"stage": "next_token", **SLOTS, "method": {"name": "comprexit", **COMPREXIT}},
     "retrieval_adapter": {"stage": "retrieval_adapter", "rank": 2, "alpha": 4},
