@@ -35,7 +35,7 @@ from ctx_compress_rag.evaluation.statistics import Interval
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.engine.saved_states import write_json
 from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.resuming import weights_digest
+from ctx_compress_rag.training.run import weights_digest
 
 _FAMILY_QUESTIONS = 64  # of which up to 8 times as many as a question's demonstrations only demonstrate
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own

@@ -1,11 +1,13 @@
-"""Run a recipe, for `ctx-compress train`."""
+"""Run a recipe, for `ctx-compress train`, or resume it, which only the same recipe on the same files does."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,23 +17,30 @@ from filelock import FileLock, Timeout
 
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
+from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import train
 from ctx_compress_rag.training.engine.processes import processes
-from ctx_compress_rag.training.engine.saved_states import write_errors_named, write_json
+from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints, write_errors_named, write_json
 from ctx_compress_rag.training.recipe import STAGES, load_recipe
-from ctx_compress_rag.training.resuming import (
-    FILES_KEY,
-    changed_files,
-    file_digests,
-    inputs,
-    keep_recipe,
-    refuse_another,
-)
 
 logger = logging.getLogger(__name__)
 
 _LOCK_FILE = "training.lock"
+_FILES_KEY = "files_sha256"
+_RECIPE_FILE = "recipe.json"
+
+# These set how a step is computed and where results are kept, not the results; another number of `steps` sets
+# when a training ends.
+_MAY_CHANGE = {
+    "output",
+    "optim.steps",
+    "optim.micro_batch_size",
+    "optim.compile",
+    "optim.checkpoint_layers",
+    "optim.save_every",
+    "optim.log_every",
+}
 
 
 def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
@@ -65,17 +74,17 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     recipe.output.mkdir(parents=True, exist_ok=True)
     with _alone(recipe.output):
         if resume:
-            refuse_another(recipe)
+            _refuse_another(recipe)
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
         # Before they are read: they may be edited during the training.
-        files = file_digests(recipe) if processes().is_main_process else {}
+        files = _file_digests(recipe) if processes().is_main_process else {}
         _, start = STAGES[recipe.stage]
         job = start(recipe)
         if processes().is_main_process:
-            keep_recipe(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
+            _keep_recipe(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
         report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
         if processes().is_main_process:
-            report |= {"recipe": recipe.model_dump(mode="json"), FILES_KEY: files}
+            report |= {"recipe": recipe.model_dump(mode="json"), _FILES_KEY: files}
             with write_errors_named(recipe.output):
                 job.save(report)
             write_json(recipe.output / REPORT_FILE, report)
@@ -87,7 +96,7 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
     """Raise a ConfigError if a file or folder that a recipe reads does not exist and no earlier recipe writes it."""
     written: list[Path] = []
     for recipe in recipes:
-        for path in [] if is_finished(recipe) else inputs(recipe):
+        for path in [] if is_finished(recipe) else _inputs(recipe):
             if not path.exists() and not any(path.absolute().is_relative_to(folder) for folder in written):
                 raise ConfigError(
                     f"{str(path)!r}, which the recipe with output {str(recipe.output)!r} reads, does not exist, and no "
@@ -115,4 +124,78 @@ def is_finished(recipe: BaseRecipe) -> bool:
         return False
     report = json.loads(file.read_text(encoding="utf-8"))
     same = report.get("recipe") == recipe.model_dump(mode="json")
-    return same and not changed_files(recipe, report.get(FILES_KEY, {}))
+    return same and not _changed_files(recipe, report.get(_FILES_KEY, {}))
+
+
+def _refuse_another(recipe: BaseRecipe) -> None:
+    """Raise a ConfigError if the output folder holds checkpoints of a training with other settings or files."""
+    folder = recipe.output / FOLDER
+    file = folder / _RECIPE_FILE
+    if not file.exists() or not complete_checkpoints(recipe.output):
+        return
+    if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
+        raise ConfigError(
+            f"{folder} holds a training with other settings ({'; '.join(changed)}): restore those settings, choose "
+            "another output, or start again with --no-resume"
+        )
+
+
+def _keep_recipe(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
+    """Save the recipe and the digests of the `files` that it reads beside its checkpoints.
+
+    An earlier training's report is removed, and without `resume` its checkpoints are, too.
+    """
+    folder = recipe.output / FOLDER
+    # With an earlier report, a training that is interrupted from now on would count as finished.
+    (recipe.output / REPORT_FILE).unlink(missing_ok=True)
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / _RECIPE_FILE, recipe.model_dump(mode="json") | {_FILES_KEY: dict(files)})
+
+
+def _inputs(settings: Any) -> Iterator[Path]:
+    """Yield the files and folders that a recipe reads, except decoders, which may be names on the hub."""
+    settings = settings.model_dump() if isinstance(settings, BaseRecipe) else settings
+    if isinstance(settings, Path):
+        yield settings
+    elif isinstance(settings, dict | list):
+        for key, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+            if key != "output":
+                yield from _inputs(value)
+
+
+def _file_digests(recipe: BaseRecipe) -> dict[str, str]:
+    """Return the SHA-256 of a recipe's files, and of the weights in its folders, by path; skip missing paths."""
+    models = {getattr(recipe, key, None) for key in ("decoder", "bundle")}
+    paths = {*_inputs(recipe), *(Path(name) for name in models if isinstance(name, str))}
+    return {str(path): sha256(path) if path.is_file() else weights_digest(path) for path in paths if path.exists()}
+
+
+def weights_digest(folder: Path) -> str:
+    """Return the SHA-256 of the weights in the folder of a decoder, an adapter or a bundle: 64 hex digits."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
+    return hashlib.sha256(" ".join(f"{file.name} {sha256(file)}" for file in files).encode()).hexdigest()
+
+
+def _changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
+    """Return the paths whose contents have changed since `before`. A path that is missing or new does not count."""
+    return [path for path, digest in _file_digests(recipe).items() if before.get(path, digest) != digest]
+
+
+def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
+    """Yield the keys that differ from the checkpoint's recipe, with both values, and the files that have changed."""
+    files = before.pop(_FILES_KEY)
+    old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
+    for key in sorted((old.keys() | new.keys()) - _MAY_CHANGE):
+        if old.get(key) != new.get(key):
+            yield f"{key} {old.get(key)!r} there, {new.get(key)!r} in the recipe"
+    for path in _changed_files(recipe, files):
+        yield f"{path} with other contents"
+
+
+def _flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return flat
