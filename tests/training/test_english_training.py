@@ -20,36 +20,30 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.templates import messages
 from ctx_compress_rag.training.engine.loop import speed_report, tokens_of
 from ctx_compress_rag.training.prompts import PromptBuilder, shares
-from ctx_compress_rag.training.recipe import recipe_names
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.distillation import DistillationCollator, DistillationLoss
 from helpers.training import losses, report, settings_of, write_recipe
 
 
-def stages(decoder: Path, folder: Path) -> list[str]:
+def test_from_questions_to_a_bundle_in_one_command(decoder: Path, tmp_path: Path) -> None:
     """The English recipes in small: both stages, on questions of the invented world."""
-    write_jsonl(folder / "train.jsonl", world_examples("train", 1, 20, max_turns=2, passages=(1,)))
+    write_jsonl(tmp_path / "train.jsonl", world_examples("train", 1, 20, max_turns=2, passages=(1,)))
     optim = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
     mix = {"shortest": 5, "passages": [1, 2], "unanswerable": 0.2}
-    data = {"files": [str(folder / "train.jsonl")], "mix": mix, "max_turns": 2, "max_context_tokens": 128}
+    data = {"files": [str(tmp_path / "train.jsonl")], "mix": mix, "max_turns": 2, "max_context_tokens": 128}
     slots = {
         "packing": {"rows": 2, "passage_rows": 2, "length": 384, "examples": 2},
         "window": 384,
         "repeat": [{"step": 0, "share": 0.3}],
         "int8": True,
         "sources": [{"data": "an invented world", "license": "Apache-2.0"}],
-        "teacher": str(folder / "1"),
+        "teacher": str(tmp_path / "1"),
     }
-    (folder / "recipes").mkdir()
+    (tmp_path / "recipes").mkdir()
     for number, stage, changes in ((1, "adapter", {}), (2, "packed", slots)):
-        recipe = settings_of(decoder, stage, folder / str(number), optim, data=data, **changes)
-        (folder / "recipes" / f"{number}.yaml").write_text(yaml.safe_dump(recipe))
-    return recipe_names(str(folder / "recipes"))
-
-
-def test_from_questions_to_a_bundle_in_one_command(decoder: Path, tmp_path: Path) -> None:
-    assert [Path(name).name for name in stages(decoder, tmp_path)] == ["1.yaml", "2.yaml"]
-    assert main(["train", str(tmp_path / "recipes")]) == 0
+        recipe = settings_of(decoder, stage, tmp_path / str(number), optim, data=data, **changes)
+        (tmp_path / "recipes" / f"{number}.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["train", str(tmp_path / "recipes")]) == 0  # the second needs what the first writes
     for stage in ("1", "2"):
         told = report(tmp_path / stage)
         assert told["tokens"] > 0 and told["tokens_per_second"] > 0
@@ -68,20 +62,19 @@ def test_a_window_beyond_the_decoders_positions_is_refused(decoder: Path, tmp_pa
 def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
     decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "cut").mkdir()
-    whole, cut = stages(decoder, tmp_path / "whole")[0], stages(decoder, tmp_path / "cut")[0]
+    optim = {"steps": 4, "batch_size": 2, "save_every": 2}
+    whole, cut = (str(write_recipe(decoder, "adapter", tmp_path / name, optim)) for name in ("whole", "cut"))
     assert main(["train", whole]) == 0
     capsys.readouterr()
     assert main(["train", cut, "--minutes", "0", "--no-resume"]) == 0
     assert capsys.readouterr().out.strip().endswith("without --no-resume")
     assert main(["train", cut, "--minutes", "0.001"]) == 0  # the decoder alone takes longer to load
     assert re.search("stopped at step [123] of 4", capsys.readouterr().out)
-    assert not (tmp_path / "cut" / "1" / "training_report.json").exists()
+    assert not (tmp_path / "cut" / "training_report.json").exists()
     assert main(["train", cut]) == 0
-    assert report(tmp_path / "cut" / "1")["resumed"] is True
-    assert report(tmp_path / "cut" / "1")["tokens"] == report(tmp_path / "whole" / "1")["tokens"]
-    assert losses(tmp_path / "cut" / "1") == pytest.approx(losses(tmp_path / "whole" / "1"), rel=1e-4)
+    assert report(tmp_path / "cut")["resumed"] is True
+    assert report(tmp_path / "cut")["tokens"] == report(tmp_path / "whole")["tokens"]
+    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
 def test_speed_is_the_typical_one_and_padding_does_not_count() -> None:
