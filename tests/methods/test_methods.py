@@ -19,8 +19,6 @@ from ctx_compress_rag.methods.base.compressor import TokenCompressor, Tokenized,
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import Marker
-from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
@@ -125,30 +123,18 @@ QUESTION = "Who built the harbour of Velmora?"
 TOKENS = 8
 
 
-def plain_answer(store: SoftContextStore, chat: list[dict[str, str]]) -> tuple[str, int]:
+def plain_answer(decoder: Decoder, chat: list[dict[str, str]]) -> tuple[str, int]:
     """The answer to a chat with markers, the whole prompt read again for every token; and the slots in it."""
-    bundle = store.bundle
-    assert isinstance(bundle, Bundle)
-    parts = store.split(chat_text(bundle.tokenizer, chat))
-    texts, markers = [""], []
-    for part in parts:
-        if isinstance(part, Marker):
-            markers.append(part)
-            texts.append("")
-        else:
-            texts[-1] += part
-    ids = PromptTokenizer(bundle.tokenizer).encode(texts)
-    slots = [bundle.embed(soft) for soft in store.fetch(markers)]
-    row = [piece for pair in zip(ids, slots, strict=False) for piece in pair] + [ids[-1]]
+    bundle, [prompt] = cast(Bundle, decoder.bundle), decoder.preparer.prepare([chat])
     said: list[int] = []
     for _ in range(TOKENS):
-        batch = splice(bundle.backbone.embeddings, [prompt_of(*row, torch.tensor(said, dtype=torch.long))])
+        batch = splice(bundle.backbone.embeddings, [prompt.then(torch.tensor(said, dtype=torch.long))])
         with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
             best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
         if best == bundle.tokenizer.eos_token_id:
             break
         said.append(best)
-    return bundle.tokenizer.decode(said, skip_special_tokens=True), sum(len(part) for part in slots)
+    return bundle.tokenizer.decode(said, skip_special_tokens=True), prompt.slots
 
 
 @pytest.mark.parametrize("method", MATRIX)
@@ -162,9 +148,10 @@ def test_the_decoder_answers_from_several_passages(make: Callable[..., Bundle], 
         for texts in (PASSAGES[:3], PASSAGES[1:3], PASSAGES[:1]):
             context = "\n\n".join(mark(store, texts, ratio=4, question=QUESTION))
             chats.append([{"role": "user", "content": f"{context}\n\nQuestion: {QUESTION}"}])
-        made = Decoder(bundle, store).generate(chats, Sampling(max_tokens=TOKENS))
+        decoder = Decoder(bundle, store)
+        made = decoder.generate(chats, Sampling(max_tokens=TOKENS))
         for chat, generation in zip(chats, made, strict=True):
-            assert (generation.text, generation.slots) == plain_answer(store, chat)
+            assert (generation.text, generation.slots) == plain_answer(decoder, chat)
     assert len({generation.text for generation in made}) > 1
 
 
