@@ -55,37 +55,50 @@ class OwnEncoderConfig(OneRatioConfig):
     wrap: WrapConfig = WrapConfig()
 
 
-class OwnEncoder:
-    """An encoder and its tokenizer, loaded on first use as the decoder was loaded: device, dtype and quantization.
+class OwnEncoderCompressor(Compressor):
+    """A compressor with a causal encoder of its own. A slot is the mean of some hidden states, or a window's last one.
 
-    It is not an nn.Module, so that its weights are not saved with a bundle. Reading stored slots does not load it.
-
-    Attributes:
-        folder: the bundle's folder, if the bundle holds the encoder.
+    Windows and token counts are measured in tokens of the encoder's tokenizer. Slots are not merged for a coarser
+    ratio, because the reader's map was trained for one ratio.
     """
 
-    def __init__(self, config: OwnEncoderConfig, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone, config: OwnEncoderConfig) -> None:
+        super().__init__(backbone)
         self.config = config
-        self.folder: Path | None = None
-        self._backbone = backbone
+        self.dim = config.dim
+        self._folder: Path | None = None  # the bundle's
+        # In a tuple, which torch does not register, so that the encoder is not saved with the bundle's weights.
         self._loaded: tuple[Any, Any] | None = None
         self._lock = threading.Lock()
 
-    def __call__(self) -> tuple[Any, Any]:
-        """Return the model and its tokenizer; raise a BundleError if they are missing or have changed."""
+    def check_ratio(self, ratio: int, stored: int) -> None:
+        self.config.check_ratios(stored, [ratio])
+
+    def bundle_folder_known(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save_files(self, folder: Path) -> None:
+        if self.config.encoder is None and (place := self._place) != folder / "encoder":
+            shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
+
+    def _model_and_tokenizer(self) -> tuple[Any, Any]:
+        """Return the model and its tokenizer, loaded on first use; a BundleError if they are missing or have changed.
+
+        They are loaded as the decoder was: device, dtype and quantization.
+        """
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._load()
             return self._loaded
 
     @property
-    def place(self) -> Path | None:
+    def _place(self) -> Path | None:
         """Return the encoder's folder, None on the hub; raise a BundleError if its bundle has no folder."""
         config = self.config
         if config.encoder is None:
-            if self.folder is None:
+            if self._folder is None:
                 raise BundleError("the bundle ships its encoder in encoder/: load it with Bundle.from_pretrained")
-            return self.folder / "encoder"
+            return self._folder / "encoder"
         folder = Path(config.encoder, config.subfolder or "")
         return folder if folder.is_dir() else None
 
@@ -93,14 +106,14 @@ class OwnEncoder:
     def _load(self) -> tuple[Any, Any]:
         from transformers import AutoModel, AutoTokenizer
 
-        config, decoder, place = self.config, self._backbone.model, self.place
+        config, decoder, place = self.config, self.backbone.model, self._place
         if place is not None and config.digest is not None and folder_digest(place) != config.digest:
             raise BundleError(f"{place} is not the encoder that the bundle was made with: import the bundle again")
         where: dict[str, Any] = {"trust_remote_code": False}
         if place is None:
             where |= {"revision": config.revision, "subfolder": config.subfolder or ""}
-        options: dict[str, Any] = {"device_map": {"": self._backbone.device}} if self._backbone.quantized else {}
-        if self._backbone.quantized:
+        options: dict[str, Any] = {"device_map": {"": self.backbone.device}} if self.backbone.quantized else {}
+        if self.backbone.quantized:
             options["quantization_config"] = decoder.hf_quantizer.quantization_config
         name = str(place or config.encoder)
         try:
@@ -114,32 +127,8 @@ class OwnEncoder:
         if missing := loading["missing_keys"]:
             raise BundleError(f"the encoder {name!r} lacks {len(missing)} weights, such as {min(missing)}")
         if not options:
-            model = model.to(self._backbone.device)
+            model = model.to(self.backbone.device)
         return model.eval().requires_grad_(False), tokenizer
-
-
-class OwnEncoderCompressor(Compressor):
-    """A compressor with a causal encoder of its own. A slot is the mean of some hidden states, or a window's last one.
-
-    Windows and token counts are measured in tokens of the encoder's tokenizer. Slots are not merged for a coarser
-    ratio, because the reader's map was trained for one ratio.
-    """
-
-    def __init__(self, backbone: Backbone, config: OwnEncoderConfig) -> None:
-        super().__init__(backbone)
-        self.config = config
-        self.dim = config.dim
-        self.encoder = OwnEncoder(config, backbone)
-
-    def check_ratio(self, ratio: int, stored: int) -> None:
-        self.config.check_ratios(stored, [ratio])
-
-    def bundle_folder_known(self, folder: Path) -> None:
-        self.encoder.folder = folder
-
-    def save_files(self, folder: Path) -> None:
-        if self.config.encoder is None and (place := self.encoder.place) != folder / "encoder":
-            shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
 
     def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
         """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
@@ -150,7 +139,7 @@ class OwnEncoderCompressor(Compressor):
 
     @torch.inference_mode()
     def _encoded(self, passages: Sequence[Tokenized], window: int, batch_tokens: int) -> list[SoftContext]:
-        model, tokenizer = self.encoder()
+        model, tokenizer = self._model_and_tokenizer()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []
         owners, pieces = windows([text_ids(tokenizer, passage.text) for passage in passages], window)

@@ -23,12 +23,8 @@ from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter
 from helpers.training import report, settings_of, train_all
 
 
-@pytest.fixture(scope="module")
-def trained(bundle_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_all(tmp_path_factory.mktemp("trained"), bundle_folder)
-
-
-def test_each_stage_leaves_what_can_be_loaded(trained: Path, adaptive: Decoder) -> None:
+def test_each_stage_leaves_what_can_be_loaded(bundle_folder: Path, adaptive: Decoder, tmp_path: Path) -> None:
+    trained = train_all(tmp_path, bundle_folder)
     model = adaptive.bundle.backbone.model
     base = Adapter.from_pretrained(trained / "out" / "base", model)
     assert (base.rank, base.scale) == (2, 2.0)
