@@ -15,17 +15,14 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.marking.mark import mark
-from ctx_compress_rag.methods.base.compressor import TokenCompressor, Tokenized, padded
+from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.methods.registry import METHODS
-from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers, layers_of
 from ctx_compress_rag.training.examples import passages_of
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
-from helpers import architectures
-from helpers.decoding import prompt_of
-from helpers.methods import COMPREXIT, FROZEN, IMPORTED, MATRIX, PASSAGES, compress_ids, trained
+from helpers.methods import IMPORTED, MATRIX, PASSAGES, trained
 from helpers.store import assert_same
 
 CASES = [(name, form) for name in METHODS for form in MATRIX.get(name, ())]
@@ -93,30 +90,6 @@ def test_a_batch_is_compressed_as_each_passage_alone_and_in_training_as_for_a_st
             assert_same(in_training, alone, 1e-4)
             assert stored.n_tokens == len(passage.ids)
             assert bool((stored.token_counts > 0).all())
-
-
-@pytest.mark.parametrize("architecture", architectures.NAMES)
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("mean_pooling", {"encoder": FROZEN}),
-        ("compression_tokens", {"encoder": FROZEN, "attention": "causal"}),
-        ("compression_tokens", {"encoder": FROZEN, "attention": "bidirectional"}),
-        ("comprexit", COMPREXIT),
-    ],
-)
-def test_padding_changes_no_slot_in_any_architecture(name: str, settings: dict[str, Any], architecture: str) -> None:
-    torch.manual_seed(0)
-    method = METHODS[name]
-    backbone = Backbone(architectures.model(architecture), architectures.tokenizer(architecture))
-    compressor = cast(TokenCompressor, method.compressor(backbone, method.config(**settings)))
-    passages = [ids.tolist() for ids in architectures.random_ids(architecture, [41, 3, 16, 17])]
-    with torch.no_grad():
-        batch = compressor.encode(*padded(passages, backbone.device), [2, 5, 16])
-    for ratio, slots in batch.items():
-        assert not slots.slots[slots.token_counts == 0].any()
-        for row, passage in zip(slots.rows(), passages, strict=True):
-            assert_same(row, compress_ids(compressor, [passage], ratio)[0], 1e-4)
 
 
 QUESTION = "Who built the harbour of Velmora?"
