@@ -21,8 +21,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.engine.loop import BatchMean, Job
-from ctx_compress_rag.training.engine.processes import processes
+from ctx_compress_rag.training.engine.loop import BatchMean, Job, processes
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import register
 

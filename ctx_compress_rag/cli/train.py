@@ -36,7 +36,7 @@ def train(
     names = [recipe for name in recipes for recipe in recipe_names(name)]
     loaded = [load_recipe(recipe) for recipe in names]  # report an error in any before the first runs
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    from ctx_compress_rag.training.engine.processes import processes
+    from ctx_compress_rag.training.engine.loop import processes
     from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe  # counts: it takes seconds
 
     check_inputs(loaded)

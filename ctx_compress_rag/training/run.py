@@ -19,8 +19,7 @@ from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.loop import train
-from ctx_compress_rag.training.engine.processes import processes
+from ctx_compress_rag.training.engine.loop import processes, train
 from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints, write_errors_named, write_json
 from ctx_compress_rag.training.recipe import STAGES, load_recipe
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError
+from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError, needs
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers
 from ctx_compress_rag.training.engine.optimizers import (
@@ -30,7 +30,6 @@ from ctx_compress_rag.training.engine.optimizers import (
     trained,
     weight_average,
 )
-from ctx_compress_rag.training.engine.processes import processes
 from ctx_compress_rag.training.engine.saved_states import (
     FOLDER,
     keep_trained,
@@ -41,10 +40,23 @@ from ctx_compress_rag.training.engine.saved_states import (
 )
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
 logger = logging.getLogger(__name__)
 
 StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+def processes() -> PartialState:
+    """Return this process's state, connected to the other processes of `accelerate launch`; on GPUs, else on the CPU.
+
+    Each process trains on its share of every batch, on its own GPU.
+    """
+    with needs("train"):
+        from accelerate import PartialState
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 class Examples(Protocol):
@@ -171,7 +183,7 @@ class _Training:
 
     def begin(self, resume: bool) -> bool:
         """Continue from the last checkpoint, if there is one; return whether there is one."""
-        checkpoint = last_checkpoint(self.output, self.optim.steps) if resume else None
+        checkpoint = last_checkpoint(self.accelerator, self.output, self.optim.steps) if resume else None
         self.step = step_of(checkpoint) if checkpoint else 0
         # Draws a random number: before `load_state`.
         self.micro_batches = self._micro_batches()

@@ -17,7 +17,6 @@ from torch import nn
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.engine.optimizers import trained
-from ctx_compress_rag.training.engine.processes import processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -76,14 +75,14 @@ def load_state(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
     return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))
 
 
-def last_checkpoint(output: Path, steps: int) -> Path | None:
+def last_checkpoint(accelerator: Accelerator, output: Path, steps: int) -> Path | None:
     """Return the last complete checkpoint, or None; the main process removes incomplete ones.
 
     Raises:
         ConfigError: the checkpoint is beyond the recipe's last step.
     """
     complete = complete_checkpoints(output)
-    for half in set(_all(output)) - set(complete) if processes().is_main_process else ():
+    for half in set(_all(output)) - set(complete) if accelerator.is_main_process else ():
         logger.warning("%s is incomplete: removing it", half)
         shutil.rmtree(half, ignore_errors=True)
     if not complete:

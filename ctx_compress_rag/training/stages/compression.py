@@ -27,8 +27,7 @@ from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import layers_of
-from ctx_compress_rag.training.engine.loop import Collate, Examples, Job
-from ctx_compress_rag.training.engine.processes import processes
+from ctx_compress_rag.training.engine.loop import Collate, Examples, Job, processes
 from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objective import SlotObjective

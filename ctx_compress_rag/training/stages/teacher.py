@@ -19,9 +19,8 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.training.config import PackingConfig, Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import layers_in
-from ctx_compress_rag.training.engine.loop import BatchMean, Collate, Job
+from ctx_compress_rag.training.engine.loop import BatchMean, Collate, Job, processes
 from ctx_compress_rag.training.engine.packing import PackedRows, Packer, collate_packed, packed_loss
-from ctx_compress_rag.training.engine.processes import processes
 from ctx_compress_rag.training.engine.speedups import make_fast
 from ctx_compress_rag.training.examples import load_examples
 from ctx_compress_rag.training.objective import ExampleCollator
