@@ -18,7 +18,12 @@ from helpers.training import settings_of
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_layers_with_lora_share_their_compiled_code(traced: CompileCounter, dynamic: bool) -> None:
+def test_layers_with_lora_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    # Layers are traced as always, and not made machine code, which takes minutes.
+    traced, compile_with = CompileCounter(), torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, dynamic: compile_with(layer, backend=traced, dynamic=dynamic)
+    )
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
     )
