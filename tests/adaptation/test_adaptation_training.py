@@ -19,22 +19,24 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.training.prompts import PromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
+from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter
-from helpers.training import report, settings_of, train_all
+from helpers.training import report, settings_of, small_recipes
 
 
 def test_each_stage_leaves_what_can_be_loaded(bundle_folder: Path, adaptive: Decoder, tmp_path: Path) -> None:
-    trained = train_all(tmp_path, bundle_folder)
+    for recipe in small_recipes(tmp_path, bundle_folder).values():
+        run_recipe(recipe)
     model = adaptive.bundle.backbone.model
-    base = Adapter.from_pretrained(trained / "out" / "base", model)
+    base = Adapter.from_pretrained(tmp_path / "out" / "base", model)
     assert (base.rank, base.scale) == (2, 2.0)
     assert all(b.abs().sum() > 0 for b in base.b.values())
-    assert with_prefix(adaptive, trained / "out" / "prefix").preparer.prepare(["x"])[0].slots == 3
+    assert with_prefix(adaptive, tmp_path / "out" / "prefix").preparer.prepare(["x"])[0].slots == 3
     for name, steps in (("k1", 1), ("k2", 2), ("task", 1)):
-        update = PredictedUpdate.from_pretrained(trained / "out" / name, adaptive)
+        update = PredictedUpdate.from_pretrained(tmp_path / "out" / name, adaptive)
         assert (update.config.inner_steps, update.config.demonstrations) == (steps, 2)
         assert all(torch.equal(update.base.b[n], base.b[n]) for n in base.b)
-        told = report(trained / "out" / name)
+        told = report(tmp_path / "out" / name)
         assert told["steps"] == 2 and told["fingerprint"] == adaptive.bundle.fingerprint
         assert told["tokens"] > 0
 

@@ -17,7 +17,6 @@ import benchmarks.adaptation.hypertuning
 import benchmarks.adaptation.prompt_tuning  # noqa: F401 - they register stages of the recipes below
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
-from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import random_adapter
 from helpers.methods import COMPREXIT
 from helpers.models import save_tiny_llama
@@ -115,13 +114,6 @@ def small_recipes(folder: Path, bundle: Path, steps: int = 2, **settings: Any) -
         recipe = settings_of(folder, stage, folder / "out" / name, optim, **common, **changes)
         files[name].write_text(yaml.safe_dump(recipe))
     return files
-
-
-def train_all(folder: Path, bundle: Path) -> Path:
-    """A folder of small recipes, all of which have been run."""
-    for file in small_recipes(folder, bundle).values():
-        run_recipe(file)
-    return folder
 
 
 def losses(folder: Path) -> list[float]:
