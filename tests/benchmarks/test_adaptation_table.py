@@ -1,4 +1,4 @@
-"""What adapt-eval trains, counts, scores and keeps."""
+"""What adapt-eval trains, scores and keeps."""
 
 import json
 from dataclasses import replace

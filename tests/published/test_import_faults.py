@@ -74,6 +74,7 @@ ADAPTERS, LAYERS, EMBEDDINGS = "adapters.pth", "decoder_first_last_layers.pth", 
 INDEX = "model.safetensors.index.json"
 CONFIG, MODEL, MAP = "config.json", "model_config.json", "adapter/adapter.safetensors"
 ICAE, MEMORY = "mistral_7b_ft_icae.safetensors", "memory_token_embed.weight"
+ICAE_QUERY = "icae.base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
 FAULTS: dict[str, tuple[str, Damage, str]] = {
     "no adapter of the reader": ("pisco", rewrite(ADAPTERS, drop("decoder_adapter")), "decoder_adapter"),
     "an unknown adapter": ("pisco", rewrite(ADAPTERS, put(other={})), "other"),
@@ -122,6 +123,12 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
         "other_",
     ),
     "no memory": ("icae", rewrite(ICAE, drop(MEMORY)), MEMORY),
+    "adapters of two ranks": ("icae", rewrite(ICAE, put(**{ICAE_QUERY: torch.ones(1, 64)})), "[1, "),
+    "a decoder of another architecture": (
+        "lclm-4x",
+        rewrite("decoder/model.safetensors", drop(EMBEDDINGS)),
+        EMBEDDINGS,
+    ),
     "an unknown tensor": ("icae", rewrite(ICAE, put(other=torch.ones(1))), "other"),
     "OSCAR": ("pisco", rewrite(CONFIG, put(compr_model_name="meta-llama/Llama-3.2-1B")), "lclm, pisco"),
     "COCOM": ("pisco", remove(ADAPTERS), "lclm, pisco"),
@@ -169,6 +176,19 @@ def test_a_decoder_that_does_not_fit_has_to_be_replaced(tmp_path: Path) -> None:
 def test_what_a_checkpoint_brings_cannot_be_replaced(option: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{option}='other'"):
         import_published(CHECKPOINTS / "lclm-4x", tmp_path / "bundle", **{option: "other"})
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "named"),
+    [
+        (str(CHECKPOINTS / "pisco"), {"revision": "main"}, "revision='main'"),
+        (str(CHECKPOINTS / "lclm-4x"), {"subfolder": "nowhere"}, "'decoder'"),
+        ("nowhere", {}, "owner/name"),
+    ],
+)
+def test_a_place_that_has_no_checkpoint(place: str, options: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises((BundleError, ConfigError), match=named):
+        import_published(place, tmp_path / "bundle", **options)
 
 
 def test_a_folder_with_files_and_one_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
