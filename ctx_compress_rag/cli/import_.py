@@ -37,14 +37,14 @@ def import_(
 
     First prints licenses, downloads and memory. A second run fetches only what is not complete yet.
     """
-    from ctx_compress_rag.published.importing import FORMATS, Import
+    from ctx_compress_rag.published.importing import FORMATS, PublishedImport
 
     if list_ or name is None:
         for each in FORMATS:
             for arguments, license in each.known:
                 print(f"{each.name:<8} {license:<14} {arguments}")
         return
-    found = Import.of(name, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
+    found = PublishedImport.of(name, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     spaces = {"every": "before every text", "first": "before a prompt's first text only", "none": "never"}
     sizes = (f"{found.parameters * bits / 8e9:.1f} GB in {bits}" for bits in (32, 16, 8, 4))
     rows = {

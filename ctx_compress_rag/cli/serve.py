@@ -80,22 +80,22 @@ def serve(
     from ctx_compress_rag.indexing.retrieval import Retrieval
     from ctx_compress_rag.marking.mark import Marking
     from ctx_compress_rag.server import run
-    from ctx_compress_rag.server.api_keys import find_keys
+    from ctx_compress_rag.server.api_keys import find_api_keys
     from ctx_compress_rag.server.app import create_app
-    from ctx_compress_rag.server.guard import Limits
+    from ctx_compress_rag.server.guard import ServerLimits
     from ctx_compress_rag.store import SoftContextStore
 
     options = shared.engine_options(engine, server_key, weights=weights, batch_size=batch_size)
-    keys = find_keys(api_keys)
+    keys = find_api_keys(api_keys)
     if keys is not None and allowed_host:
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
     shared.check_apart(retrieve=retrieve, collection=collection)
     if ratio is not None and retrieve is None:
         raise ConfigError(f"--ratio {ratio} is for passages that are retrieved: give --retrieve N, too")
-    limits = Limits(max_body, max_requests, max_tokens, longest_answer)
+    limits = ServerLimits(max_body, max_requests, max_tokens, longest_answer)
     retrieval = None
     with ExitStack() as stack:
-        listener = stack.enter_context(run.listen(host, port, keys is not None))
+        listener = stack.enter_context(run.open_server_socket(host, port, keys is not None))
         if collection is None:
             index = stack.enter_context(open_index(store, bundle, device=device, dtype=dtype))
             served, opened = index.bundle, index.store
@@ -117,4 +117,4 @@ def serve(
             how = "clients send markers" if retrieval is None else f"clients send questions; a browser asks at {page}"
             print(f"serving {name!r} at {url}: {how}", flush=True)
 
-        run.serve(app, listener, grace=grace, started=started)
+        run.run_server(app, listener, grace=grace, started=started)

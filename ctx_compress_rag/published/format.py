@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
-from ctx_compress_rag.published.remote_files import Checkpoint, short
+from ctx_compress_rag.published.remote_files import PublishedCheckpoint, short_error
 from ctx_compress_rag.text.chat import PromptTokenizer
 from ctx_compress_rag.text.tokenizing import text_ids
 
@@ -22,7 +22,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConvertedCheckpoint:
     """A converted checkpoint, as tensors by name and settings of `BundleConfig`, except name, decoder and source."""
 
     settings: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Conversion:
     adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # LoRA of "compressor" and "reader"
 
 
-class Format(ABC):
+class PublishedFormat(ABC):
     """A project's format of checkpoints, with how they are recognized (by file names and JSON) and converted."""
 
     name: str
@@ -39,48 +39,52 @@ class Format(ABC):
     decoder_tensors: tuple[str, ...] = ()  # names of the decoder's tensors that `convert` reads
     caution: str = ""  # what the user has to check, because the files do not say it
 
-    def license(self, checkpoint: Checkpoint) -> str:
+    def license(self, checkpoint: PublishedCheckpoint) -> str:
         """Return the name of a checkpoint's license."""
         return checkpoint.license
 
     @abstractmethod
-    def matches(self, checkpoint: Checkpoint) -> bool:
+    def matches(self, checkpoint: PublishedCheckpoint) -> bool:
         """Whether a checkpoint has this format, by its file names and JSON."""
 
     @abstractmethod
-    def files(self, checkpoint: Checkpoint) -> list[str]:
+    def files(self, checkpoint: PublishedCheckpoint) -> list[str]:
         """Return the names of the files that `convert` reads."""
 
     @abstractmethod
-    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+    def decoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint:
         """Return the decoder's transformers folder, `given` by the user, or else the one that the checkpoint names."""
 
-    def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
+    def encoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint | None:
         """Return the transformers folder of an encoder that has its own weights (`given` or named), else None."""
         if given is not None:
             raise ConfigError(f"encoder={given!r}: {checkpoint} needs no other encoder: leave it out")
         return None
 
     @abstractmethod
-    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
+    def convert(
+        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
+    ) -> ConvertedCheckpoint:
         """Convert a checkpoint. Raise BundleError if a part is missing, or the checkpoint does not fit the decoder."""
 
 
-class DecoderWithoutWeights(Backbone):
+class PublishedDecoder(Backbone):
     """A decoder whose weights are not loaded, to write a bundle for it without reading gigabytes."""
 
-    def __init__(self, files: Checkpoint) -> None:
+    def __init__(self, files: PublishedCheckpoint) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.files = files
         for name in files.of_transformers:
             if not name.endswith(".safetensors"):
                 files.path(name)
-        model = without_weights(files, AutoModelForCausalLM)
+        model = published_model_without_weights(files, AutoModelForCausalLM)
         try:
             tokenizer = AutoTokenizer.from_pretrained(files.path("config.json").parent, trust_remote_code=False)
         except Exception as error:  # of transformers, tokenizers or a parser
-            raise BundleError(f"cannot read the tokenizer of {files} ({short(error)}): give another decoder") from error
+            raise BundleError(
+                f"cannot read the tokenizer of {files} ({short_error(error)}): give another decoder"
+            ) from error
         model.config._commit_hash = files.revision
         super().__init__(model, tokenizer)
 
@@ -121,7 +125,7 @@ class DecoderWithoutWeights(Backbone):
         return self.vocabulary[id : id + 1]
 
 
-def same_rows(published: Tensor, own: Tensor | None, what: str, decoder: DecoderWithoutWeights) -> None:
+def check_embedding_rows(published: Tensor, own: Tensor | None, what: str, decoder: PublishedDecoder) -> None:
     """Raise BundleError if a decoder's embeddings or head (`own`) are not the first rows of the published ones."""
     rows = len(decoder.tokenizer)
     if own is None or not torch.equal(published[:rows].float(), own[:rows].float()):
@@ -131,7 +135,7 @@ def same_rows(published: Tensor, own: Tensor | None, what: str, decoder: Decoder
         )
 
 
-def check_tensor_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
+def check_published_tensors(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
     """Raise BundleError, which names the first, if tensors are missing or unknown."""
     has, needs = set(found), set(wanted)
     if missing := sorted(needs - has):
@@ -140,7 +144,7 @@ def check_tensor_names(found: Iterable[str], wanted: Iterable[str], where: str) 
         raise BundleError(f"{where} has {len(odd)} unknown tensors, such as {odd[0]}: it is of another version")
 
 
-def without_weights(files: Checkpoint, auto: Any) -> Any:
+def published_model_without_weights(files: PublishedCheckpoint, auto: Any) -> Any:
     """Return the model of a transformers folder, of a class such as `AutoModel`, on the meta device (no weights)."""
     from transformers import AutoConfig
 
@@ -156,7 +160,7 @@ def without_weights(files: Checkpoint, auto: Any) -> Any:
         ) from error
 
 
-def read_required_settings(checkpoint: Checkpoint, file: str, *counts: str, **values: Any) -> dict[str, Any]:
+def read_published_settings(checkpoint: PublishedCheckpoint, file: str, *counts: str, **values: Any) -> dict[str, Any]:
     """Return a JSON file's settings. Raise BundleError if `values` differ or `counts` are not whole and above 0."""
     settings = checkpoint.json(file)
     for key, value in values.items():
@@ -183,7 +187,7 @@ def instruct_format(begin: str, spaces: str) -> str:
     )
 
 
-def lora_only(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+def published_lora_tensors(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """Return an adapter's own tensors, without the `known` embeddings and head, which newer versions of peft write."""
     for key, value in state.items():
         if "lora_" not in key and not (key in known and torch.equal(value, known[key])):

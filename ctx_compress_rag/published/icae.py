@@ -6,8 +6,8 @@ import re
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.models.backbone import PEFT_PREFIX
-from ctx_compress_rag.published.format import Conversion, DecoderWithoutWeights, Format, instruct_format
-from ctx_compress_rag.published.remote_files import Checkpoint
+from ctx_compress_rag.published.format import ConvertedCheckpoint, PublishedDecoder, PublishedFormat, instruct_format
+from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 
 _FILE = re.compile(r"[\w.-]*ft_icae\.safetensors")
 _DECODER = "mistralai/Mistral-7B-Instruct-v0.2"
@@ -17,26 +17,28 @@ _RATIO = 4  # its code's mean_compression_rate: the file does not say it
 _ALPHA = 32
 
 
-class Icae(Format):
+class Icae(PublishedFormat):
     """ICAE's format, an adapter of the encoder and the embeddings of added tokens; the decoder is frozen."""
 
     name = "icae"
     known = (("sggetao/icae", "apache-2.0"),)
     caution = "its files do not name the decoder, and those of another one of the same shape would be taken"
 
-    def matches(self, checkpoint: Checkpoint) -> bool:
+    def matches(self, checkpoint: PublishedCheckpoint) -> bool:
         return any(map(_FILE.fullmatch, checkpoint.sizes))
 
-    def files(self, checkpoint: Checkpoint) -> list[str]:
+    def files(self, checkpoint: PublishedCheckpoint) -> list[str]:
         found = sorted(filter(_FILE.fullmatch, checkpoint.sizes))
         if len(found) > 1:
             raise BundleError(f"{checkpoint} has {len(found)} checkpoints, {found}: copy one of them into a folder")
         return found
 
-    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
-        return Checkpoint.open(given or _DECODER)
+    def decoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint:
+        return PublishedCheckpoint.open(given or _DECODER)
 
-    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
+    def convert(
+        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
+    ) -> ConvertedCheckpoint:
         [file] = self.files(checkpoint)
         tensors = checkpoint.tensors(file)
         memory = tensors.pop(_MEMORY, None)
@@ -51,7 +53,7 @@ class Icae(Format):
         if len(ranks) != 1:
             raise BundleError(f"{checkpoint}: {file} has adapters of ranks {sorted(ranks)}: one is needed")
         slots = len(memory) - 3  # after them: for autoencoding, for continuation, for answers
-        return Conversion(
+        return ConvertedCheckpoint(
             {
                 "method": {
                     "name": "memory_tokens",

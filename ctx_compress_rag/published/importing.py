@@ -17,27 +17,32 @@ from ctx_compress_rag.bundle.config import BundleConfig, Source
 from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import files_digest, folder_digest
-from ctx_compress_rag.published.format import Conversion, DecoderWithoutWeights, Format, without_weights
+from ctx_compress_rag.published.format import (
+    ConvertedCheckpoint,
+    PublishedDecoder,
+    PublishedFormat,
+    published_model_without_weights,
+)
 from ctx_compress_rag.published.icae import Icae
 from ctx_compress_rag.published.lclm import Lclm
 from ctx_compress_rag.published.pisco import Pisco
-from ctx_compress_rag.published.remote_files import Checkpoint
+from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 from ctx_compress_rag.published.xrag import Xrag
 from ctx_compress_rag.strict import explain
 
-FORMATS: tuple[Format, ...] = (Lclm(), Pisco(), Xrag(), Icae())
+FORMATS: tuple[PublishedFormat, ...] = (Lclm(), Pisco(), Xrag(), Icae())
 
 _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0"}
 
 
 @dataclass(frozen=True)
-class Import:
+class PublishedImport:
     """A published checkpoint to convert. `parameters` is the number of parameters of decoder and encoder together."""
 
-    checkpoint: Checkpoint
-    format: Format
-    decoder: DecoderWithoutWeights
-    encoder: Checkpoint | None
+    checkpoint: PublishedCheckpoint
+    format: PublishedFormat
+    decoder: PublishedDecoder
+    encoder: PublishedCheckpoint | None
     parameters: int
 
     @classmethod
@@ -49,23 +54,23 @@ class Import:
         revision: str | None = None,
         decoder: str | None = None,
         encoder: str | None = None,
-    ) -> Import:
+    ) -> PublishedImport:
         """Recognize a checkpoint, given by hub id (its commit is pinned) or folder. Only small files are downloaded.
 
         `subfolder` is the checkpoint's folder in `name`. `decoder` and `encoder` replace those that it names itself.
         """
         from transformers import AutoModel
 
-        checkpoint = Checkpoint.open(str(name), revision, subfolder)
+        checkpoint = PublishedCheckpoint.open(str(name), revision, subfolder)
         found = _recognized(checkpoint)
-        reads, own = DecoderWithoutWeights(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder)
+        reads, own = PublishedDecoder(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder)
         models = [reads.model]
         if own is not None and own.of_transformers:  # which looks whether all weights are there
-            models.append(without_weights(own, AutoModel))
+            models.append(published_model_without_weights(own, AutoModel))
         return cls(checkpoint, found, reads, own, sum(p.numel() for model in models for p in model.parameters()))
 
     @property
-    def parts(self) -> dict[str, Checkpoint]:
+    def parts(self) -> dict[str, PublishedCheckpoint]:
         """The models that the bundle names or copies, the decoder and, if it has weights of its own, the encoder."""
         return {"decoder": self.decoder.files} | ({} if self.encoder is None else {"encoder": self.encoder})
 
@@ -134,7 +139,7 @@ class Import:
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         Bundle.from_pretrained(folder, device="cpu").save_report(folder)  # with its own fingerprint
 
-    def _bundle(self, conversion: Conversion, settings: Mapping[str, Any], copy: bool) -> Bundle:
+    def _bundle(self, conversion: ConvertedCheckpoint, settings: Mapping[str, Any], copy: bool) -> Bundle:
         checkpoint = self.checkpoint
         licenses = self.licenses
         held = licenses.values() if copy else [licenses["checkpoint"]]
@@ -173,17 +178,18 @@ def import_published(
 ) -> Bundle:
     """Convert another project's published compressor into a bundle in a new folder, and return the loaded bundle.
 
-    The arguments are those of `Import.of` and `Import.write`, and `options` are those of `Bundle.from_pretrained`.
+    The arguments are those of `PublishedImport.of` and `PublishedImport.write`, and `options` are those of
+    `Bundle.from_pretrained`.
 
     Raises BundleError if the compressor is missing, incomplete, damaged, of no known format or for another decoder, or
     if the disk is full. Raises ConfigError if an argument does not fit the compressor, or the folder has files.
     """
-    found = Import.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
+    found = PublishedImport.of(name_or_path, subfolder=subfolder, revision=revision, decoder=decoder, encoder=encoder)
     found.write(folder, copy=copy)
     return Bundle.from_pretrained(folder, **options)
 
 
-def _recognized(checkpoint: Checkpoint) -> Format:
+def _recognized(checkpoint: PublishedCheckpoint) -> PublishedFormat:
     """Return the format of a checkpoint. Raise BundleError if it has no known format."""
     for each in FORMATS:
         if each.matches(checkpoint):
@@ -193,7 +199,7 @@ def _recognized(checkpoint: Checkpoint) -> Format:
     raise BundleError(f"{checkpoint} is of no format known here ({names}): give another checkpoint{inside}")
 
 
-def _copy_files(part: Checkpoint, folder: Path) -> None:
+def _copy_files(part: PublishedCheckpoint, folder: Path) -> None:
     folder.mkdir()
     for name in part.of_transformers:
         shutil.copyfile(part.path(name), folder / name)

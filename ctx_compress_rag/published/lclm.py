@@ -5,13 +5,13 @@ from __future__ import annotations
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,
-    Conversion,
-    DecoderWithoutWeights,
-    Format,
-    check_tensor_names,
-    read_required_settings,
+    ConvertedCheckpoint,
+    PublishedDecoder,
+    PublishedFormat,
+    check_published_tensors,
+    read_published_settings,
 )
-from ctx_compress_rag.published.remote_files import Checkpoint
+from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 
 _CONFIG = "model_config.json"
 _ADAPTER = "adapter/adapter.safetensors"
@@ -24,35 +24,37 @@ _NAMES = {
 }
 
 
-class Lclm(Format):
+class Lclm(PublishedFormat):
     """LCLM's format, an encoder, a two-layer map and a decoder, all three trained and published together."""
 
     name = "lclm"
     known = tuple((f"latent-context/0.6b-4b-LCLM-{ratio}x", "apache-2.0") for ratio in (4, 8, 16))
     decoder_tensors = (EMBEDDINGS,)
 
-    def matches(self, checkpoint: Checkpoint) -> bool:
+    def matches(self, checkpoint: PublishedCheckpoint) -> bool:
         return {_CONFIG, _ADAPTER, "encoder/config.json", "decoder/config.json"} <= checkpoint.sizes.keys()
 
-    def files(self, checkpoint: Checkpoint) -> list[str]:
+    def files(self, checkpoint: PublishedCheckpoint) -> list[str]:
         return [_CONFIG, _ADAPTER]
 
-    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+    def decoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint:
         if given is not None:
             raise ConfigError(f"decoder={given!r}: {checkpoint} has a decoder of its own: leave it out")
-        return checkpoint.within("decoder")
+        return checkpoint.in_subfolder("decoder")
 
-    def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
+    def encoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint | None:
         super().encoder(checkpoint, given)
-        return checkpoint.within("encoder")
+        return checkpoint.in_subfolder("encoder")
 
-    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
+    def convert(
+        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
+    ) -> ConvertedCheckpoint:
         assert encoder is not None
         # Its bidirectional mask has no effect with some attention implementations.
         plain = {"pooling": "mean", "encoder_mask_type": "causal", "boundary_overlap": 0, "adapter_type": "mlp"}
-        settings = read_required_settings(checkpoint, _CONFIG, "compression_ratio", "encoder_window_size", **plain)
+        settings = read_published_settings(checkpoint, _CONFIG, "compression_ratio", "encoder_window_size", **plain)
         adapter = checkpoint.tensors(_ADAPTER)
-        check_tensor_names(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
+        check_published_tensors(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
         reader = {f"projection.{own}": adapter[theirs] for theirs, own in _NAMES.items()}
         reader["wrap.before"] = decoder.token("<|memory_start|>")
         reader["wrap.after"] = decoder.token("<|memory_end|>")
@@ -60,11 +62,11 @@ class Lclm(Format):
         method = {
             "name": "own_encoder",
             "ratio": ratio,
-            "dim": read_required_settings(encoder, "config.json", "hidden_size")["hidden_size"],
+            "dim": read_published_settings(encoder, "config.json", "hidden_size")["hidden_size"],
             "normed": True,
             "wrap": {"before": 1, "after": 1},
         }
-        return Conversion(
+        return ConvertedCheckpoint(
             {
                 "method": method,
                 "base_ratio": ratio,

@@ -11,15 +11,15 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,
     HEAD,
-    Conversion,
-    DecoderWithoutWeights,
-    Format,
-    check_tensor_names,
-    lora_only,
-    read_required_settings,
-    same_rows,
+    ConvertedCheckpoint,
+    PublishedDecoder,
+    PublishedFormat,
+    check_embedding_rows,
+    check_published_tensors,
+    published_lora_tensors,
+    read_published_settings,
 )
-from ctx_compress_rag.published.remote_files import Checkpoint
+from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 from ctx_compress_rag.text.chat import takes_system
 
 _ADAPTERS = "adapters.pth"
@@ -32,7 +32,7 @@ _PROMPT = (
 _CLARA = "--subfolder compression-16 --decoder mistralai/Mistral-7B-Instruct-v0.2"
 
 
-class Pisco(Format):
+class Pisco(PublishedFormat):
     """The format of PISCO and CLaRa, two adapters of one decoder and the embeddings of tokens that were added to it.
 
     Both adapters are always loaded. CLaRa's own loader, with the settings of the Instruct checkpoints, puts an
@@ -46,38 +46,40 @@ class Pisco(Format):
     )
     decoder_tensors = (EMBEDDINGS, HEAD)
 
-    def license(self, checkpoint: Checkpoint) -> str:
+    def license(self, checkpoint: PublishedCheckpoint) -> str:
         if checkpoint.json("config.json")["model_type"] == "COCOM":
             return "cc-by-nc-4.0"  # the card's text; its metadata says cc-by-4.0
         return "apple-amlr" if checkpoint.license == "none given" else checkpoint.license
 
-    def matches(self, checkpoint: Checkpoint) -> bool:
+    def matches(self, checkpoint: PublishedCheckpoint) -> bool:
         config = checkpoint.json("config.json")
         # OSCAR's has another model for its vectors, which depend on the question: nothing could be stored.
         is_oscar = config.get("compr_model_name") is not None
         return config.get("model_type") in ("COCOM", "CLaRa") and _ADAPTERS in checkpoint.sizes and not is_oscar
 
-    def files(self, checkpoint: Checkpoint) -> list[str]:
+    def files(self, checkpoint: PublishedCheckpoint) -> list[str]:
         return ["config.json", _ADAPTERS, _LAYERS]  # pisco-llama has old shards beside them
 
-    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+    def decoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint:
         named = str(given or checkpoint.json("config.json").get("decoder_model_name"))
         if given is None and (named == "None" or named.startswith("/")):
             raise ConfigError(
                 f"{checkpoint} names as its decoder {named!r}, which is not on the hub: give the decoder's hub id or "
                 "folder with --decoder (decoder= in Python)"
             )
-        return Checkpoint.open(named)
+        return PublishedCheckpoint.open(named)
 
-    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
+    def convert(
+        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
+    ) -> ConvertedCheckpoint:
         fixed = {"sep": True, "different_mem_tokens": True, "lora": True}
-        settings = read_required_settings(checkpoint, "config.json", "compr_rate", "lora_r", "doc_max_length", **fixed)
+        settings = read_published_settings(checkpoint, "config.json", "compr_rate", "lora_r", "doc_max_length", **fixed)
         ratio, rank = settings["compr_rate"], settings["lora_r"]
         slots = settings["doc_max_length"] // ratio
         adapters = checkpoint.groups(_ADAPTERS)
         # CLaRa's end-to-end checkpoints have a third adapter, which ranks passages.
         adapters.pop("query_reasoner_adapter", None)
-        check_tensor_names(adapters, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
+        check_published_tensors(adapters, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
         layers = checkpoint.tensors(_LAYERS)
         rows = self._added_rows(checkpoint, layers, decoder, slots + 3)
         tune = {"rank": rank, "alpha": 2 * rank}
@@ -94,7 +96,7 @@ class Pisco(Format):
         layers.setdefault(HEAD, layers[EMBEDDINGS])  # tied
         memory, _, begin, separator = rows.split([slots, 1, 1, 1])
         prompt = _PROMPT if takes_system(decoder.tokenizer) else _PROMPT.replace("|||", "\n")
-        return Conversion(
+        return ConvertedCheckpoint(
             {
                 "method": method,
                 "base_ratio": ratio,
@@ -106,17 +108,17 @@ class Pisco(Format):
             compressor={"memory": memory, "begin": begin},
             reader={"wrap.before": separator[:0], "wrap.after": separator},
             adapters={
-                part: lora_only(adapters[name], layers, f"{checkpoint}: {name}")
+                part: published_lora_tensors(adapters[name], layers, f"{checkpoint}: {name}")
                 for part, name in (("compressor", "encoder_adapter"), ("reader", "decoder_adapter"))
             },
         )
 
     @staticmethod
     def _added_rows(
-        checkpoint: Checkpoint, layers: Mapping[str, Tensor], decoder: DecoderWithoutWeights, count: int
+        checkpoint: PublishedCheckpoint, layers: Mapping[str, Tensor], decoder: PublishedDecoder, count: int
     ) -> Any:
         """Return the embeddings of the added tokens, after checking that all others are the decoder's."""
-        check_tensor_names(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
+        check_published_tensors(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
         embeddings = layers[EMBEDDINGS]
         known = len(decoder.tokenizer)
         if decoder.tokenizer.bos_token_id is None:
@@ -126,8 +128,8 @@ class Pisco(Format):
                 f"{checkpoint}: {_LAYERS} has embeddings of {len(embeddings)} tokens, and the decoder {decoder.files} "
                 f"has {known}, to which {count} were added: give the right one with --decoder (decoder= in Python)"
             )
-        same_rows(embeddings, decoder.vocabulary, EMBEDDINGS, decoder)
+        check_embedding_rows(embeddings, decoder.vocabulary, EMBEDDINGS, decoder)
         if HEAD in layers:
             own = decoder.files.tensor(HEAD)
-            same_rows(layers[HEAD], decoder.vocabulary if own is None else own, HEAD, decoder)
+            check_embedding_rows(layers[HEAD], decoder.vocabulary if own is None else own, HEAD, decoder)
         return embeddings[known:]

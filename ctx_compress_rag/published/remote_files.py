@@ -22,7 +22,7 @@ _OF_TRANSFORMERS = (".json", ".jinja", ".txt", ".model")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class PublishedCheckpoint:
     """The files of a checkpoint, by name. Files on the hub are downloaded into the hub's cache when they are read.
 
     A file that cannot be found, fetched or read raises a BundleError that names the file and the remedy.
@@ -35,7 +35,7 @@ class Checkpoint:
     license: str  # as the checkpoint's model card says, or "none given"
 
     @classmethod
-    def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> Checkpoint:
+    def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> PublishedCheckpoint:
         """List a folder's or hub repository's files. Raise ConfigError for a folder's revision or a wrong subfolder."""
         root = Path(name)
         if not root.is_dir():
@@ -46,9 +46,9 @@ class Checkpoint:
             files = [path for path in root.rglob("*") if path.is_file()]
             sizes = {path.relative_to(root).as_posix(): path.stat().st_size for path in files}
             whole = cls(str(root.resolve()), None, "", sizes, _license(_card(root / "README.md")))
-        return whole.within(subfolder) if subfolder else whole
+        return whole.in_subfolder(subfolder) if subfolder else whole
 
-    def within(self, subfolder: str) -> Checkpoint:
+    def in_subfolder(self, subfolder: str) -> PublishedCheckpoint:
         """Return the checkpoint in a subfolder. Raise ConfigError if there is no file."""
         start = f"{subfolder.strip('/')}/"
         sizes = {name.removeprefix(start): size for name, size in self.sizes.items() if name.startswith(start)}
@@ -126,7 +126,7 @@ class Checkpoint:
                 f"{path} is damaged, or holds code, which is not run: fetch it again, or ask its makers for safetensors"
             ) from error
         except (SafetensorError, RuntimeError, EOFError, ValueError, TypeError) as error:
-            raise BundleError(f"{path} is damaged ({short(error)}): fetch it again") from error
+            raise BundleError(f"{path} is damaged ({short_error(error)}): fetch it again") from error
 
     def _weight_map(self, weights: str) -> dict[str, str]:
         """Return the file of each tensor, empty if all tensors are in the file that `weights` names."""
@@ -155,7 +155,7 @@ class Checkpoint:
         return f"{self.name}/{self.subfolder}".rstrip("/")
 
 
-def _on_hub(name: str, revision: str | None) -> Checkpoint:
+def _on_hub(name: str, revision: str | None) -> PublishedCheckpoint:
     from huggingface_hub import HfApi
 
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -163,7 +163,7 @@ def _on_hub(name: str, revision: str | None) -> Checkpoint:
     with _reaching(name):
         found = HfApi().model_info(name, revision=revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in found.siblings or ()}
-    return Checkpoint(name, str(found.sha), "", sizes, _license(found.card_data))
+    return PublishedCheckpoint(name, str(found.sha), "", sizes, _license(found.card_data))
 
 
 def _card(path: Path) -> Any:
@@ -193,10 +193,10 @@ def _reaching(name: str) -> Iterator[None]:
         remedy = f"accept its terms at https://huggingface.co/{name}, then run `hf auth login`"
         raise BundleError(f"{name} is gated: {remedy}") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise BundleError(f"there is no {name!r} here or on the hub ({short(error)}): check its name") from error
+        raise BundleError(f"there is no {name!r} here or on the hub ({short_error(error)}): check its name") from error
     except (OSError, HTTPError) as error:
-        raise BundleError(f"cannot fetch {name} from the hub ({short(error)}): run the command again") from error
+        raise BundleError(f"cannot fetch {name} from the hub ({short_error(error)}): run the command again") from error
 
 
-def short(error: Exception) -> str:
+def short_error(error: Exception) -> str:
     return " ".join(str(error).split())[:200]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,
-    Conversion,
-    DecoderWithoutWeights,
-    Format,
-    check_tensor_names,
+    ConvertedCheckpoint,
+    PublishedDecoder,
+    PublishedFormat,
+    check_embedding_rows,
+    check_published_tensors,
     instruct_format,
-    read_required_settings,
-    same_rows,
+    read_published_settings,
 )
-from ctx_compress_rag.published.remote_files import Checkpoint
+from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 
 _NAMES = {
     f"projector.projector.{theirs}.{kind}": f"projection.{own}.{kind}"
@@ -25,29 +25,29 @@ _ENCODER = "Salesforce/SFR-Embedding-Mistral"
 _WINDOW = 178  # its 180 tokens, less the two that the tokenizer adds
 
 
-class Xrag(Format):
+class Xrag(PublishedFormat):
     """xRAG's format, a map from a retriever's vectors, one for each passage, to a frozen decoder."""
 
     name = "xrag"
     known = (("Hannibal046/xrag-v1.1-7b", "apache-2.0"), ("Hannibal046/xrag-7b", "none given"))
     decoder_tensors = (EMBEDDINGS,)
 
-    def matches(self, checkpoint: Checkpoint) -> bool:
+    def matches(self, checkpoint: PublishedCheckpoint) -> bool:
         return "XMistralForCausalLM" in (checkpoint.json("config.json").get("architectures") or ())
 
-    def files(self, checkpoint: Checkpoint) -> list[str]:
+    def files(self, checkpoint: PublishedCheckpoint) -> list[str]:
         return ["config.json", *sorted({checkpoint.shard(key) for key in _NAMES})]
 
-    def decoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint:
+    def decoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint:
         if given is not None:
-            return Checkpoint.open(given)
+            return PublishedCheckpoint.open(given)
         # A pickled decoder is not loaded, and it is the original one.
         safe = checkpoint.shard(EMBEDDINGS).endswith(".safetensors")
-        return checkpoint if safe else Checkpoint.open(_DECODER)
+        return checkpoint if safe else PublishedCheckpoint.open(_DECODER)
 
-    def encoder(self, checkpoint: Checkpoint, given: str | None) -> Checkpoint | None:
+    def encoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint | None:
         width = checkpoint.json("config.json").get("retriever_hidden_size")
-        encoder = Checkpoint.open(given or _ENCODER)
+        encoder = PublishedCheckpoint.open(given or _ENCODER)
         if width != (found := encoder.json("config.json").get("hidden_size")):
             raise ConfigError(
                 f"{checkpoint} reads vectors of width {width}, and those of {encoder} have {found}: give its retriever "
@@ -55,16 +55,18 @@ class Xrag(Format):
             )
         return encoder
 
-    def convert(self, checkpoint: Checkpoint, decoder: DecoderWithoutWeights, encoder: Checkpoint | None) -> Conversion:
+    def convert(
+        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
+    ) -> ConvertedCheckpoint:
         assert encoder is not None
-        settings = read_required_settings(
+        settings = read_published_settings(
             checkpoint, "config.json", "retriever_hidden_size", projector_type="mlp2x_gelu"
         )
         tensors = {key: value for key in _NAMES if (value := checkpoint.tensor(key)) is not None}
-        check_tensor_names(tensors, _NAMES, str(checkpoint))
+        check_published_tensors(tensors, _NAMES, str(checkpoint))
         if decoder.files != checkpoint and (rows := checkpoint.tensor(EMBEDDINGS)) is not None:
-            same_rows(rows, decoder.vocabulary, EMBEDDINGS, decoder)
-        return Conversion(
+            check_embedding_rows(rows, decoder.vocabulary, EMBEDDINGS, decoder)
+        return ConvertedCheckpoint(
             {
                 "method": {
                     "name": "own_encoder",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.prompt import PromptLike
-from ctx_compress_rag.server.metrics import Metrics
+from ctx_compress_rag.server.metrics import ServerMetrics
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[str | Generation, None]
@@ -21,7 +21,7 @@ class ClientGoneError(Exception):
     """The client disconnected before its answer was ready."""
 
 
-async def answer(decoder: Decoder, prompt: PromptLike, sampling: Sampling, metrics: Metrics) -> Pieces:
+async def stream_answer(decoder: Decoder, prompt: PromptLike, sampling: Sampling, metrics: ServerMetrics) -> Pieces:
     """Yield a prompt's answer piece by piece, then the whole Generation; count time and tokens in `metrics`."""
     began, first = time.perf_counter(), True
     async with aclosing(await decoder.astream(prompt, sampling)) as pieces:
@@ -34,7 +34,7 @@ async def answer(decoder: Decoder, prompt: PromptLike, sampling: Sampling, metri
             yield piece
 
 
-async def whole(answers: Sequence[Pieces]) -> list[Generation]:
+async def gather_answers(answers: Sequence[Pieces]) -> list[Generation]:
     """Return the answers, which are read to their ends at the same time; if one fails, cancel all."""
 
     async def last(pieces: Pieces) -> Generation:
@@ -52,7 +52,7 @@ async def whole(answers: Sequence[Pieces]) -> list[Generation]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
+async def unless_client_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
     """Return the result of `work`; if the client disconnects first, cancel `work` and raise ClientGoneError."""
 
     async def gone() -> None:  # `receive` is ASGI's, after the body was read: the next message is the disconnect

@@ -34,7 +34,7 @@ class ApiKeys:
         return self._scopes.get(_digest(key.strip())) if kind.lower() == "bearer" else None
 
 
-def find_keys(file: str | Path | None = None) -> ApiKeys | None:
+def find_api_keys(file: str | Path | None = None) -> ApiKeys | None:
     """Return the keys in a file, else in the environment variable `CTX_COMPRESS_API_KEYS`; None if neither is given.
 
     Each line holds a key and its scope with a space between; a line that begins with # is a comment. In the variable,

@@ -17,13 +17,19 @@ from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteErr
 from ctx_compress_rag.indexing.retrieval import Retrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
-from ctx_compress_rag.server.answers import ClientGoneError, answer, unless_gone, whole
+from ctx_compress_rag.server.answers import ClientGoneError, gather_answers, stream_answer, unless_client_gone
 from ctx_compress_rag.server.api_keys import ApiKeys
-from ctx_compress_rag.server.faults import RequestError, as_fault
-from ctx_compress_rag.server.guard import Guard, Limits
-from ctx_compress_rag.server.metrics import Metrics
-from ctx_compress_rag.server.replies import Kind, Reply
-from ctx_compress_rag.server.requests import ChatCompletion, Completion, Compress, Generate, malformed
+from ctx_compress_rag.server.faults import RequestError, error_response
+from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
+from ctx_compress_rag.server.metrics import ServerMetrics
+from ctx_compress_rag.server.replies import Kind, OpenAIReply
+from ctx_compress_rag.server.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    CompressionRequest,
+    GenerationRequest,
+    malformed_request,
+)
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import escaped_markers
 from ctx_compress_rag.store.marker import scope as in_scope
@@ -43,7 +49,7 @@ _TEXTS_AT_A_TIME = 32  # of one request; then other requests are compressed
 def create_app(
     decoder: Decoder,
     keys: ApiKeys | None = None,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     hosts: Collection[str] = (),
     retrieval: Retrieval | None = None,
 ) -> FastAPI:
@@ -55,7 +61,7 @@ def create_app(
     """
     if decoder.store is None:
         raise ConfigError("the server's decoder has no store: give it the store whose markers clients send")
-    limits, metrics = limits or Limits(), Metrics()
+    limits, metrics = limits or ServerLimits(), ServerMetrics()
     service = _Service(decoder, decoder.store, metrics, limits, retrieval)
     app = FastAPI(title="ctx-compress", openapi_url=None, lifespan=service.lifespan)
     app.post("/v1/chat/completions")(service.chat)
@@ -70,7 +76,7 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _note_gone)
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _refuse)
-    app.add_middleware(Guard, metrics=metrics, keys=keys, limits=limits, hosts=hosts)
+    app.add_middleware(RequestGuard, metrics=metrics, keys=keys, limits=limits, hosts=hosts)
     return app
 
 
@@ -80,8 +86,8 @@ class _Service:
 
     decoder: Decoder
     store: SoftContextStore
-    metrics: Metrics
-    limits: Limits
+    metrics: ServerMetrics
+    limits: ServerLimits
     retrieval: Retrieval | None
 
     def __post_init__(self) -> None:
@@ -108,24 +114,24 @@ class _Service:
         if name != self.name:
             raise RequestError(404, f"no model {name!r}: this server has {self.name!r}", "model_not_found", "model")
 
-    async def chat(self, body: ChatCompletion, request: Request) -> Response:
+    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         self._check_model(body.model)
         chat, scope, retrieval = body.prompt(), request.state.tenant, self.retrieval
         if retrieval is None or not retrieval.is_question(chat, scope):
             return await self._generate("chat", body, [chat], request)
         # Where the store is written to: a passage may be missing.
         asked = asyncio.get_running_loop().run_in_executor(self.writer, retrieval.retrieve, chat, scope)
-        prompt, sources = await unless_gone(request.receive, asked)
+        prompt, sources = await unless_client_gone(request.receive, asked)
         return await self._generate("chat", body, [prompt], request, sources, retrieval.extractive)
 
-    async def complete(self, body: Completion, request: Request) -> Response:
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
         self._check_model(body.model)
         return await self._generate("text", body, body.prompt, request)
 
     async def _generate(
         self,
         kind: Kind,
-        body: Generate,
+        body: GenerationRequest,
         prompts: Sequence[PromptLike],
         request: Request,
         sources: Sequence[Mapping[str, Any]] | None = None,
@@ -133,19 +139,19 @@ class _Service:
     ) -> Response:
         config = self.store.bundle.config
         sampling = body.sampling(self.limits, config, extractive)
-        reply, scope = Reply(kind, self.name, sources), request.state.tenant
-        answers = [answer(self.decoder, prompt, sampling, self.metrics) for prompt in prompts]
+        reply, scope = OpenAIReply(kind, self.name, sources), request.state.tenant
+        answers = [stream_answer(self.decoder, prompt, sampling, self.metrics) for prompt in prompts]
         with nullcontext() if scope is None else in_scope(scope):
             if not body.stream:
-                return JSONResponse(reply.whole(await unless_gone(request.receive, whole(answers))))
+                return JSONResponse(reply.whole(await unless_client_gone(request.receive, gather_answers(answers))))
             if len(prompts) > 1:
                 raise RequestError(400, f"{len(prompts)} prompts cannot be streamed: send one", param="prompt")
             # Wait for the first piece here, so that a refused prompt has a status of its own.
-            first = await unless_gone(request.receive, anext(answers[0]))
+            first = await unless_client_gone(request.receive, anext(answers[0]))
         events = reply.events(first, answers[0], body.stream_options.include_usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def compress(self, body: Compress, request: Request) -> Response:
+    async def compress(self, body: CompressionRequest, request: Request) -> Response:
         """Return markers for texts; ids are hashes of texts, so that no client can change or name another's passage.
 
         The part that is being compressed when the client disconnects is finished; later parts are canceled.
@@ -154,12 +160,12 @@ class _Service:
             self._check_model(body.model)
         scope = request.state.tenant
         marking = Marking(self.store, body.ratio, body.token_budget, scope=scope)
-        shown = await unless_gone(request.receive, self._marked(body, marking, scope))
+        shown = await unless_client_gone(request.receive, self._marked(body, marking, scope))
         self.metrics.passages.inc(len(body.input))
         data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
         return JSONResponse({"object": "list", "model": self.name, "data": data})
 
-    async def _marked(self, body: Compress, marking: Marking, scope: str | None) -> list[str]:
+    async def _marked(self, body: CompressionRequest, marking: Marking, scope: str | None) -> list[str]:
         def store(part: Sequence[str]) -> None:
             # `mark` expands the others.
             plain = [text for text in part if text.strip() and escaped_markers(text) == text]
@@ -188,14 +194,14 @@ async def _note_gone(request: Request, error: Exception) -> Response:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    status, body = as_fault(_explained(request, error))
+    status, body = error_response(_explained(request, error))
     return JSONResponse(body, status)
 
 
 def _explained(request: Request, error: Exception) -> Exception:
     """Return this server's error for an error of FastAPI or Starlette, and other errors as they are."""
     if isinstance(error, RequestValidationError):
-        return malformed(error.errors())
+        return malformed_request(error.errors())
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         asked = f"{request.method} {request.url.path}"
         routes = [route for route in request.app.routes if isinstance(route, APIRoute)]

@@ -23,35 +23,37 @@ class RequestError(Exception):
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.body = fault(message, "invalid_request_error", param=param, code=code)
+        self.body = error_body(message, "invalid_request_error", param=param, code=code)
 
 
-def fault(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error in OpenAI's format; `kind` is its type."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def as_fault(error: BaseException) -> tuple[int, dict[str, Any]]:
+def error_response(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Return an error's HTTP status and body, without paths and names of other tenants."""
     match error:
         case RequestError():
             return error.status, error.body
         case MissingPassageError():
             message = "a marker's passage was deleted or its text changed: retrieve or compress again"
-            return 404, fault(message, "invalid_request_error", code="passage_not_found")
+            return 404, error_body(message, "invalid_request_error", code="passage_not_found")
         case UnreadableMarkerError():
             # The error's own advice is for the operator: a client has neither the key nor on_unreadable.
             what = str(error).partition(": give")[0]
-            return 400, fault(f"{what}: send its text to POST /v1/compress with this API key", "invalid_request_error")
+            return 400, error_body(
+                f"{what}: send its text to POST /v1/compress with this API key", "invalid_request_error"
+            )
         case ConfigError():
-            return 400, fault(str(error), "invalid_request_error")
+            return 400, error_body(str(error), "invalid_request_error")
         case DecoderMemoryError():
-            return 503, fault(str(error), "server_error", code="out_of_memory")
+            return 503, error_body(str(error), "server_error", code="out_of_memory")
         case ServerError():
             logger.error("the decoder's server: %s", error)
-            return 502, fault("the server that runs the decoder failed to answer: try again", "server_error")
+            return 502, error_body("the server that runs the decoder failed to answer: try again", "server_error")
         case StoreWriteError():
             logger.error("the store cannot be written: %s", error)
-            return 503, fault("the store cannot be written to now: try again later", "server_error")
+            return 503, error_body("the store cannot be written to now: try again later", "server_error")
     logger.error("a request failed", exc_info=error)
-    return 500, fault("the server failed to answer: its log says why", "server_error")
+    return 500, error_body("the server failed to answer: its log says why", "server_error")

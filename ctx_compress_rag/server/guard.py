@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.server.api_keys import ApiKeys
-from ctx_compress_rag.server.faults import fault
-from ctx_compress_rag.server.metrics import Metrics
+from ctx_compress_rag.server.faults import error_body
+from ctx_compress_rag.server.metrics import ServerMetrics
 
 with needs("serve"):
     from starlette.responses import JSONResponse, Response
@@ -25,7 +25,7 @@ _BODY_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of what clients may ask of the server; a limit below 1 raises ConfigError."""
 
     body_bytes: int = 4 << 20
@@ -40,13 +40,13 @@ class Limits:
 
 
 @dataclass
-class Guard:
+class RequestGuard:
     """ASGI middleware that refuses a request without a valid key before its body is read, and does not count it."""
 
     app: Any  # gets the key's scope as `state.tenant`, and the body as one message
-    metrics: Metrics
+    metrics: ServerMetrics
     keys: ApiKeys | None  # None lets everyone in, in the store's own scope (None)
-    limits: Limits
+    limits: ServerLimits
     # Without keys, names besides this machine's own: a web page whose name leads here could read the store.
     hosts: Collection[str] = ()
     seconds: float = _BODY_SECONDS
@@ -94,7 +94,7 @@ class Guard:
             name = urlsplit(address if "//" in address else f"//{address}").hostname or ""
         except ValueError:
             return False
-        return name in map(str.lower, self.hosts) or is_local(name)
+        return name in map(str.lower, self.hosts) or is_local_host(name)
 
     async def _count(self, route: str, scope: Any, receive: Any, send: Any) -> None:
         began, status = time.perf_counter(), 500
@@ -145,7 +145,7 @@ class Guard:
         await self.app(scope, replay, send)
 
 
-def is_local(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     """Whether a host name or address is this machine's own, which other machines cannot reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -161,4 +161,4 @@ def _refused(
     headers: dict[str, str] | None = None,
 ) -> Response:
     # The body was not read: the connection cannot take another request.
-    return JSONResponse(fault(message, kind, code=code), status, {"Connection": "close", **(headers or {})})
+    return JSONResponse(error_body(message, kind, code=code), status, {"Connection": "close", **(headers or {})})

@@ -13,7 +13,7 @@ with needs("serve"):
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Metrics:
+class ServerMetrics:
     """The counters and times of one server."""
 
     def __init__(self) -> None:

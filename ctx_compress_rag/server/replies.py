@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs, openai_completion_logprobs
 from ctx_compress_rag.decoding.sampling import Generation
-from ctx_compress_rag.server.faults import as_fault
+from ctx_compress_rag.server.faults import error_response
 
 Kind = Literal["chat", "text"]
 
@@ -19,7 +19,7 @@ _CHUNK = {"chat": "chat.completion.chunk", "text": "text_completion"}
 _WHOLE = {"chat": "chat.completion", "text": "text_completion"}
 
 
-class Reply:
+class OpenAIReply:
     """The reply to one request, whole or in chunks; `sources` are the passages that were retrieved, if any were."""
 
     def __init__(self, kind: Kind, model: str, sources: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -39,7 +39,7 @@ class Reply:
             }
             for index, answer in enumerate(answers)
         ]
-        own = {"object": _WHOLE[self._kind], "choices": choices, "usage": usage(answers)}
+        own = {"object": _WHOLE[self._kind], "choices": choices, "usage": openai_usage(answers)}
         return {**self._head, **self._sources, **own}
 
     async def events(
@@ -57,10 +57,12 @@ class Reply:
                 assert isinstance(done, Generation)
                 yield self._chunk("", ended=done)
                 if count:
-                    yield _event({**self._head, "object": _CHUNK[self._kind], "choices": [], "usage": usage([done])})
+                    yield _event(
+                        {**self._head, "object": _CHUNK[self._kind], "choices": [], "usage": openai_usage([done])}
+                    )
                 yield "data: [DONE]\n\n"
             except Exception as error:
-                yield _event(as_fault(error)[1])
+                yield _event(error_response(error)[1])
 
     def _chunk(self, text: str, begins: bool = False, ended: Generation | None = None) -> str:
         shown = {"delta": {}} if self._kind == "chat" and ended else self._text(text, "delta")
@@ -80,7 +82,7 @@ class Reply:
         return None if answer.logprobs is None else shape(answer.logprobs)
 
 
-def usage(answers: Sequence[Generation]) -> dict[str, int]:
+def openai_usage(answers: Sequence[Generation]) -> dict[str, int]:
     """Return the numbers of tokens of prompts and answers. A slot counts as one token; `slots` counts only slots."""
     prompt = sum(answer.prompt_tokens for answer in answers)
     completion = sum(answer.completion_tokens for answer in answers)

@@ -19,7 +19,7 @@ from ctx_compress_rag.decoding.structured import schema_in
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError
-from ctx_compress_rag.server.guard import Limits
+from ctx_compress_rag.server.guard import ServerLimits
 from ctx_compress_rag.strict import explain_fault
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
@@ -117,14 +117,14 @@ class StreamOptions(_Request):
     include_usage: bool = False
 
 
-class Generate(_Request, SamplingOptions):
+class GenerationRequest(_Request, SamplingOptions):
     """The fields that chat completions and completions share, which include the options of an answer."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def sampling(self, limits: Limits, config: BundleConfig, extractive: bool = False) -> Sampling:
+    def sampling(self, limits: ServerLimits, config: BundleConfig, extractive: bool = False) -> Sampling:
         """Return the options of the answer; `extractive` holds for requests that leave it out and ask for no JSON."""
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
@@ -137,7 +137,7 @@ class Generate(_Request, SamplingOptions):
         return {}
 
 
-class ChatCompletion(Generate):
+class ChatCompletionRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -157,7 +157,7 @@ class ChatCompletion(Generate):
         return [message.as_message() for message in self.messages]
 
 
-class Completion(Generate):
+class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`, with raw prompts, one choice for each, and no chat template."""
 
     prompt: Annotated[list[Text], Field(min_length=1, max_length=128), OneOrMore]
@@ -168,7 +168,7 @@ class Completion(Generate):
         return {} if self.logprobs is None else {"logprobs": True, "top_logprobs": self.logprobs}
 
 
-class Compress(_Request):
+class CompressionRequest(_Request):
     """The body of `POST /v1/compress`, which asks for markers of texts, with options of the postprocessors."""
 
     input: Annotated[list[Text], Field(min_length=1, max_length=2048), OneOrMore]
@@ -178,7 +178,7 @@ class Compress(_Request):
     question: Text | None = None
 
 
-def malformed(errors: Sequence[Any]) -> RequestError:
+def malformed_request(errors: Sequence[Any]) -> RequestError:
     """Return an error for the first of pydantic's errors in a body; it names the field, its value, and what to send."""
     found = errors[0]
     places = [str(place) for place in found["loc"] if place != "body"]

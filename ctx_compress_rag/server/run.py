@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ctx_compress_rag.errors import ConfigError, needs
-from ctx_compress_rag.server.guard import is_local
+from ctx_compress_rag.server.guard import is_local_host
 
 with needs("serve"):
     import uvicorn
@@ -20,9 +20,9 @@ _KEEP_ALIVE = 75
 which happens more often with a shorter time."""
 
 
-def listen(host: str, port: int, guarded: bool) -> socket.socket:
-    """Return a socket that queues clients until `serve` runs; port 0 takes a free one. `guarded` clients need keys."""
-    if not guarded and not is_local(host):
+def open_server_socket(host: str, port: int, guarded: bool) -> socket.socket:
+    """Return a socket that queues clients until `run_server`; port 0 takes a free one. `guarded` clients need keys."""
+    if not guarded and not is_local_host(host):
         raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -31,21 +31,21 @@ def listen(host: str, port: int, guarded: bool) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({error}): choose another --port or --host") from error
 
 
-def serve(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
+def run_server(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then accept no new requests, and give running ones `grace` seconds.
 
-    `listener` is the socket that `listen` returned; `started` is called with the server's address.
+    `listener` is the socket that `open_server_socket` returned; `started` is called with the server's address.
     """
     host, port, *_ = listener.getsockname()
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-    server = uvicorn.Server(configuration(app, grace))
+    server = uvicorn.Server(uvicorn_config(app, grace))
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup ignores it
         signal.signal(signal.SIGHUP, server.handle_exit)
     server.run(sockets=[listener])
 
 
-def configuration(app: Any, grace: int = 30) -> uvicorn.Config:
-    """Return uvicorn's settings for the app, as `serve` uses them."""
+def uvicorn_config(app: Any, grace: int = 30) -> uvicorn.Config:
+    """Return uvicorn's settings for the app, as `run_server` uses them."""
     return uvicorn.Config(
         app,
         http=LimitedProtocol,

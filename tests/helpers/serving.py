@@ -14,7 +14,7 @@ import uvicorn
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.server.run import configuration, listen
+from ctx_compress_rag.server.run import open_server_socket, uvicorn_config
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from ctx_compress_rag.store.marker import scope as in_scope
@@ -29,8 +29,8 @@ ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of a server that ends with the context."""
-    server = uvicorn.Server(configuration(app))
-    with listen("127.0.0.1", 0, guarded=True) as listener:
+    server = uvicorn.Server(uvicorn_config(app))
+    with open_server_socket("127.0.0.1", 0, guarded=True) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from ctx_compress_rag import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.published.importing import FORMATS, Import, import_published
+from ctx_compress_rag.published.importing import FORMATS, PublishedImport, import_published
 from helpers.hub import COMMIT, Hub, running
 from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
 
@@ -327,7 +327,7 @@ def test_the_command_shows_license_sizes_and_memory_first(tmp_path: Path, capsys
         return capsys.readouterr().out
 
     checkpoint = CHECKPOINTS / "lclm-4x"
-    found, out = Import.of(checkpoint), shown(checkpoint, tmp_path / "bundle")
+    found, out = PublishedImport.of(checkpoint), shown(checkpoint, tmp_path / "bundle")
     assert found.licenses["checkpoint"] in out and f"{found.parameters * 2 / 1e9:.1f} GB in 16" in out
     assert Bundle.from_pretrained(tmp_path / "bundle", device="cpu").config.source is not None
     dry = shown(checkpoint)

@@ -12,7 +12,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.guard import Limits
+from ctx_compress_rag.server.guard import ServerLimits
 from ctx_compress_rag.store import SoftContextStore
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import TEXTS
@@ -43,6 +43,6 @@ def decoder(talkative: Any, store: SoftContextStore) -> Decoder:
 
 @pytest.fixture(scope="module")
 def url(decoder: Decoder) -> Iterator[str]:
-    app = create_app(decoder, ApiKeys({ANNA: "anna", BERT: "bert"}), Limits(body_bytes=100_000, answer_tokens=12))
+    app = create_app(decoder, ApiKeys({ANNA: "anna", BERT: "bert"}), ServerLimits(body_bytes=100_000, answer_tokens=12))
     with listening(app) as address:
         yield address

@@ -13,12 +13,12 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.server.api_keys import KEYS_VARIABLE, find_keys
+from ctx_compress_rag.server.api_keys import KEYS_VARIABLE, find_api_keys
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.connection import LimitedProtocol
-from ctx_compress_rag.server.guard import Guard, Limits
-from ctx_compress_rag.server.metrics import Metrics
-from ctx_compress_rag.server.run import listen
+from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
+from ctx_compress_rag.server.metrics import ServerMetrics
+from ctx_compress_rag.server.run import open_server_socket
 from helpers.langchain import QUESTION
 from helpers.serving import ANNA, WAIT, listening, post
 
@@ -94,7 +94,7 @@ def test_silent_connections_keep_nobody_out(decoder: Decoder, monkeypatch: pytes
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(decoder: Decoder) -> None:
-    app = Guard(create_app(decoder), Metrics(), None, Limits(), seconds=0.3)
+    app = RequestGuard(create_app(decoder), ServerMetrics(), None, ServerLimits(), seconds=0.3)
     with listening(app) as url, connected(url) as connection:
         connection.sendall(HEAD + b"Content-Length: 99\r\n\r\n{")
         assert connection.recv(12) == b"HTTP/1.1 408"
@@ -163,13 +163,13 @@ def test_with_keys_every_name_is_served(url: str) -> None:
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEYS_VARIABLE, raising=False)
-    assert find_keys() is None
+    assert find_api_keys() is None
     monkeypatch.setenv(KEYS_VARIABLE, f"{ONE} anna,{TWO} bert")
     file = tmp_path / "keys"
     file.write_text(f"# of the tenants\n\n  {ONE}\tberta \n{TWO} bert\n")
     windows = tmp_path / "windows"
     windows.write_text(f"{ONE} anna\n{TWO} bert\n", encoding="utf-8-sig")
-    for keys, first in ((find_keys(), "anna"), (find_keys(file), "berta"), (find_keys(windows), "anna")):
+    for keys, first in ((find_api_keys(), "anna"), (find_api_keys(file), "berta"), (find_api_keys(windows), "anna")):
         assert keys is not None
         assert keys.scope_of(f"Bearer {ONE}") == keys.scope_of(f"bearer  {ONE}") == first
         assert keys.scope_of(f"Bearer {TWO}") == "bert"
@@ -190,14 +190,14 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
 def test_malformed_keys_are_refused_and_not_shown(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "keys").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message) as caught:
-        find_keys(tmp_path / "keys")
+        find_api_keys(tmp_path / "keys")
     assert ONE not in str(caught.value)
 
 
 def test_a_network_is_let_in_with_keys_only() -> None:
     for host in ("127.0.0.1", "::1", "localhost"):
-        listen(host, 0, guarded=False).close()
+        open_server_socket(host, 0, guarded=False).close()
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(ConfigError, match=f"--host {host} .*--api-keys"):
-            listen(host, 0, guarded=False)
-    listen("0.0.0.0", 0, guarded=True).close()
+            open_server_socket(host, 0, guarded=False)
+    open_server_socket("0.0.0.0", 0, guarded=True).close()

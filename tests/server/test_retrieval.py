@@ -14,7 +14,7 @@ from ctx_compress_rag.indexing.retrieval import Retrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.guard import Limits
+from ctx_compress_rag.server.guard import ServerLimits
 from ctx_compress_rag.text.templates import messages
 from helpers.serving import ANNA, client, directly, listening, post
 
@@ -35,7 +35,7 @@ def answering(opened: PassageIndex) -> Decoder:
 @pytest.fixture(scope="module", params=[False, True], ids=["free", "quoted"])
 def asked(request: Any, opened: PassageIndex, answering: Decoder) -> Iterator[tuple[str, bool]]:
     retrieval = Retrieval(opened, 2, Marking(opened.store), extractive=request.param)
-    limits = Limits(answer_tokens=12)
+    limits = ServerLimits(answer_tokens=12)
     with listening(create_app(answering, ApiKeys({ANNA: "anna"}), limits, retrieval=retrieval)) as url:
         yield url, request.param
 

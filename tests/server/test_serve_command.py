@@ -12,7 +12,7 @@ import pytest
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.run import listen, serve
+from ctx_compress_rag.server.run import open_server_socket, run_server
 from helpers.serving import ANNA, WAIT, serving
 
 HEADERS = {"Authorization": f"Bearer {ANNA}"}
@@ -37,7 +37,7 @@ def test_a_ratio_that_cannot_be_made_is_refused_before_it_serves(
 def test_a_collection_without_soft_contexts_is_said_before_it_serves(
     index: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctx_compress_rag.server.run.serve", lambda *_, **__: None)  # as if stopped at once
+    monkeypatch.setattr("ctx_compress_rag.server.run.run_server", lambda *_, **__: None)  # as if stopped at once
     command = ["serve", "--store", str(index), "--port", "0", "--bundle", str(index.parent / "bundle"), "--collection"]
     for name, said in (("passages", 0), ("pasages", 1)):
         assert main([*command, name]) == 0
@@ -50,8 +50,8 @@ def test_a_hang_up_ends_it_as_sigterm_does(decoder: Decoder) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     hang_up = threading.Timer(1, os.kill, (os.getpid(), signal.SIGHUP))
     try:
-        with listen("127.0.0.1", 0, guarded=False) as listener:
-            serve(create_app(decoder), listener, started=lambda url: hang_up.start())  # and it returns
+        with open_server_socket("127.0.0.1", 0, guarded=False) as listener:
+            run_server(create_app(decoder), listener, started=lambda url: hang_up.start())  # and it returns
     finally:
         signal.signal(signal.SIGHUP, before)
 

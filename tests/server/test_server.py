@@ -13,8 +13,8 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.guard import Limits
-from ctx_compress_rag.server.requests import ChatCompletion
+from ctx_compress_rag.server.guard import ServerLimits
+from ctx_compress_rag.server.requests import ChatCompletionRequest
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import held, wait_for
 from helpers.langchain import QUESTION, TEXTS, Tower
@@ -82,10 +82,10 @@ def test_json_of_a_bundle_that_answers_best_with_quotations_is_short(
     }
     plain = decoder.bundle.config
     quoting = plain.model_copy(update={"extractive": True, "name": "served-quoting"})
-    body, long = (ChatCompletion.model_validate({**asked, **more}) for more in ({}, {"max_tokens": 300}))
-    short = body.sampling(Limits(), quoting)
-    assert short.max_tokens < body.sampling(Limits(), plain).max_tokens == 512 and not short.extractive
-    assert long.sampling(Limits(), quoting).max_tokens == 300
+    body, long = (ChatCompletionRequest.model_validate({**asked, **more}) for more in ({}, {"max_tokens": 300}))
+    short = body.sampling(ServerLimits(), quoting)
+    assert short.max_tokens < body.sampling(ServerLimits(), plain).max_tokens == 512 and not short.extractive
+    assert long.sampling(ServerLimits(), quoting).max_tokens == 300
     assert caplog.text.count("served-quoting") == 1
 
 
@@ -232,7 +232,7 @@ def test_of_many_texts_only_the_part_that_has_begun_is_compressed_for_nobody(
 
 def test_what_is_too_much_is_told_to_come_again(decoder: Decoder, store: SoftContextStore) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    with listening(create_app(decoder, limits=Limits(requests=2, answer_tokens=2))) as url:
+    with listening(create_app(decoder, limits=ServerLimits(requests=2, answer_tokens=2))) as url:
 
         def ask() -> Any:
             return client(url).chat.completions.create(model="tiny", messages=messages).choices
@@ -261,7 +261,7 @@ def test_stopping_lets_running_answers_end(decoder: Decoder, store: SoftContextS
 
 
 def test_no_answer_is_longer_than_the_operator_allows(decoder: Decoder) -> None:
-    with listening(create_app(decoder, limits=Limits(longest_answer=5))) as url:
+    with listening(create_app(decoder, limits=ServerLimits(longest_answer=5))) as url:
         for asked, got in ((None, 5), (500, 5), (3, 3)):
             messages: Any = [{"role": "user", "content": QUESTION}]
             reply = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=asked)
@@ -269,7 +269,7 @@ def test_no_answer_is_longer_than_the_operator_allows(decoder: Decoder) -> None:
 
 
 def test_metrics_say_what_was_done(decoder: Decoder, store: SoftContextStore) -> None:
-    with listening(create_app(decoder, limits=Limits(answer_tokens=5))) as url:
+    with listening(create_app(decoder, limits=ServerLimits(answer_tokens=5))) as url:
         asked = [{"role": "user", "content": f"{store.marker(store.ids()[0], 8)} {QUESTION}"}]
         expected = decoder.generate([asked], Sampling(max_tokens=5))[0]
         client(url).chat.completions.create(model="tiny", messages=asked)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DecoderMemoryError, ServerError, StoreWriteError
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.faults import as_fault
-from ctx_compress_rag.server.guard import Limits
+from ctx_compress_rag.server.faults import error_response
+from ctx_compress_rag.server.guard import ServerLimits
 from ctx_compress_rag.store import SoftContextStore
 from helpers.langchain import TEXTS
 from helpers.serving import ANNA, BERT, chat, client, json_format, listening, marker, post
@@ -98,7 +98,7 @@ def test_nobody_gets_in_without_a_key(url: str, header: str | None) -> None:
 
 def test_who_has_no_key_takes_nobodys_place(decoder: Decoder, store: SoftContextStore) -> None:
     """Without one no body is waited for: neither a place nor memory is taken by those who send it slowly."""
-    limits = Limits(requests=2, answer_tokens=2)
+    limits = ServerLimits(requests=2, answer_tokens=2)
     with listening(create_app(decoder, ApiKeys({ANNA: "anna"}), limits)) as url:
         host, port = url.removeprefix("http://").split(":")
         slow = [socket.create_connection((host, int(port))) for _ in range(4)]
@@ -115,7 +115,7 @@ def test_who_has_no_key_takes_nobodys_place(decoder: Decoder, store: SoftContext
 
 
 def test_a_key_is_needed_where_another_app_mounts_this_one(decoder: Decoder, store: SoftContextStore) -> None:
-    app = Starlette(routes=[Mount("/llm", create_app(decoder, ApiKeys({ANNA: "anna"}), Limits(answer_tokens=2)))])
+    app = Starlette(routes=[Mount("/llm", create_app(decoder, ApiKeys({ANNA: "anna"}), ServerLimits(answer_tokens=2)))])
     inner = app.routes[0].app  # type: ignore[attr-defined]
     app.router.lifespan_context = inner.router.lifespan_context
     with listening(app) as url:
@@ -252,5 +252,5 @@ def test_faults_of_the_server_are_not_explained_to_clients(url: str, store: Soft
     ],
 )
 def test_what_may_work_later_has_a_status_that_says_so(error: Exception, status: int) -> None:
-    given, body = as_fault(error)
+    given, body = error_response(error)
     assert given == status and body["error"]["type"] == "server_error" and "secret" not in str(body)
