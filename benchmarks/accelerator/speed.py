@@ -16,7 +16,7 @@ from benchmarks.timing.speed import random_bundle, seconds_of
 from benchmarks.world import BUNDLE
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -46,7 +46,7 @@ def measure(shape: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store, endless(bundle):
         decoder = Decoder(bundle, store, batch_size=_CALLERS)
         for name, ratio in (("text", None), ("4x", 4), ("16x", 16)):
-            shown = passages if ratio is None else mark(store, passages, ratio=ratio)
+            shown = passages if ratio is None else mark_texts(store, passages, ratio=ratio)
             chat = messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(shown), "What is it about?")
             for tokens in (1, 30):
                 sampling = Sampling(max_tokens=tokens)

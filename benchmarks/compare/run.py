@@ -49,7 +49,7 @@ from ctx_compress_rag.evaluation.answering import (
 from ctx_compress_rag.evaluation.baselines import count, extract, truncate
 from ctx_compress_rag.evaluation.harness import each
 from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
-from ctx_compress_rag.marking.budget import nearest
+from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import sha256
@@ -323,7 +323,7 @@ def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     """The decoder with full text, without context, and with passages shortened to ceil(tokens / ratio) tokens."""
     decoder = Decoder(PlainDecoder(Backbone(*load_decoder(plan.start, dtype=plan.dtype))), batch_size=16)
     tokenizer = decoder.bundle.tokenizer
-    near = [nearest(q.passages, q.question) for q in questions]
+    near = [nearest_sentences(q.passages, q.question) for q in questions]
     texts: dict[Key, list[Sequence[str]]] = {
         (FULL, None): [q.passages for q in questions],
         (NONE, None): [() for _ in questions],

@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.crashes.words import WORDS, passage
 from ctx_compress_rag.errors import CtxCompressError, StoreError
-from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.collection import Collection
-from ctx_compress_rag.store.connect import connect
+from ctx_compress_rag.store.collection import ChromaCollection
+from ctx_compress_rag.store.connect import connect_store
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ def vectors_of(ids: Sequence[str]) -> list[list[float]]:
 
 
 @contextmanager
-def app_collection(folder: Path) -> Iterator[Collection]:
+def app_collection(folder: Path) -> Iterator[ChromaCollection]:
     """The app's collection, to retrieve from."""
-    with closing(connect(folder)) as place:
-        yield Collection(place, COLLECTION, INDEXED)
+    with closing(connect_store(folder)) as place:
+        yield ChromaCollection(place, COLLECTION, INDEXED)
 
 
 def save(folder: Path, passages: dict[str, str], store: SoftContextStore) -> None:
@@ -139,7 +139,7 @@ def look(folder: Path) -> Counter[str]:
     with SoftContextStore(folder, WORDS, key=KEY) as store:
         there = searched(folder, found)
         ids, texts = list(there), list(there.values())
-        shown = mark(store, texts, ids, ratio=8, on_missing="text")
+        shown = mark_texts(store, texts, ids, ratio=8, on_missing="text")
         for text, each in zip(texts, shown, strict=True):
             if each == text:
                 found["missing"] += 1
@@ -156,7 +156,7 @@ def look(folder: Path) -> Counter[str]:
         for soft, n in zip(softs, [*KEPT, *THEIRS], strict=True):
             found["lost"] += soft is None or not is_of(soft.merge(2), text_of(n))
         found["not mended"] += sum(
-            new == text for text, new in zip(texts, mark(store, texts, ids, ratio=8), strict=True)
+            new == text for text, new in zip(texts, mark_texts(store, texts, ids, ratio=8), strict=True)
         )
     return found
 

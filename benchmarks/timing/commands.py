@@ -64,7 +64,7 @@ def time_callers(
 
     from benchmarks.timing.concurrency import concurrency, concurrency_table, endless
     from ctx_compress_rag.decoding.decoder import Decoder
-    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.marking.mark import mark_texts
     from ctx_compress_rag.store import SoftContextStore
     from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
 
@@ -73,7 +73,7 @@ def time_callers(
         chats = []
         for caller in range(callers):
             own = [chunks[(4 * caller + place) % len(chunks)] for place in range(4)]
-            context = PASSAGE_SEPARATOR.join(mark(store, own, ratio=ratio))
+            context = PASSAGE_SEPARATOR.join(mark_texts(store, own, ratio=ratio))
             chats.append(messages(TEMPLATES[0], context, "What is it about?"))
         found = concurrency(Decoder(opened, store, batch_size=callers), chats)
     _report(output, "concurrency", concurrency_table(found), {**asdict(found), "ratio": ratio})
@@ -95,12 +95,12 @@ def time_generate(
     from ctx_compress_rag.decoding.decoder import Decoder
     from ctx_compress_rag.evaluation import report
     from ctx_compress_rag.evaluation.answering import prompt_of
-    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.marking.mark import mark_texts
     from ctx_compress_rag.store import SoftContextStore
 
     opened, chunks = _open(text, bundle, tokens)
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, opened) as store:
-        texts = mark(store, sorted(chunks, key=len)[-prompt:], ratio=ratio)
+        texts = mark_texts(store, sorted(chunks, key=len)[-prompt:], ratio=ratio)
         chat = prompt_of(opened.config.template, texts, "What is it about?")
         found = {new: over_generate(Decoder(opened, store), chat, new) for new in (1, 30)}
     rows = [{"tokens": str(new), **{name: f"{value:.3f}" for name, value in one.items()}} for new, one in found.items()]
@@ -151,7 +151,7 @@ def time_engines(
     from benchmarks.timing.concurrency import endless
     from benchmarks.timing.engines import compare_speed, speed_table
     from ctx_compress_rag.evaluation.answering import prompt_of
-    from ctx_compress_rag.marking.mark import mark
+    from ctx_compress_rag.marking.mark import mark_texts
     from ctx_compress_rag.store import SoftContextStore
 
     opened, chunks = _open(text, bundle, tokens)
@@ -162,7 +162,7 @@ def time_engines(
         for count in (1, 4):
             parts = [longest[at : at + count] for at in range(0, 8 * count, count)]
             for ratio in (16, 4, None):
-                shown = parts if ratio is None else [mark(store, part, ratio=ratio) for part in parts]
+                shown = parts if ratio is None else [mark_texts(store, part, ratio=ratio) for part in parts]
                 kind = f"{count} passage{'s' * (count > 1)}, {'text' if ratio is None else f'{ratio}x'}"
                 asked = "What is it about?"
                 prompts[kind] = [prompt_of(opened.config.template, part, asked) for part in shown]
@@ -230,12 +230,12 @@ def _open(text: str, bundle: str, tokens: int) -> tuple[Bundle, list[str]]:
     """A bundle, and a text's passages of at most `tokens` of its tokens."""
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.data.examples import open_text
-    from ctx_compress_rag.indexing.chunking import chunk
+    from ctx_compress_rag.indexing.chunking import chunk_text
 
     with open_text(Path(text)) as file:
         given = file.read()
     opened = Bundle.from_pretrained(bundle)
-    return opened, list(dict.fromkeys(chunk(given, opened.tokenizer, tokens)))
+    return opened, list(dict.fromkeys(chunk_text(given, opened.tokenizer, tokens)))
 
 
 def _report(output: str, name: str, text: str, record: object) -> None:

@@ -16,7 +16,7 @@ from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import prompt_of
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.statistics import standard_error
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import token_f1
@@ -49,7 +49,7 @@ def compare_answers(
     sampling = Sampling(max_tokens=32, logprobs=True, top_logprobs=2)
     for question in questions:
         store.ensure(list(question.passages))
-    chats = [prompt_of(template, mark(store, q.passages, ratio=ratio), q.question) for q in questions]
+    chats = [prompt_of(template, mark_texts(store, q.passages, ratio=ratio), q.question) for q in questions]
     given: dict[str, list[Generation]] = {name: [] for name in decoders}
     with tqdm(total=len(decoders) * len(chats), desc="answering", unit="answer") as bar:
         for name, decoder in decoders.items():

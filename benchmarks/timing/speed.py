@@ -20,7 +20,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
@@ -119,7 +119,7 @@ def first_token(
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store:
         decoder = opened(bundle, store)
         store.ensure(list(passages))
-        contents = [*(mark(store, passages, ratio=ratio) for ratio in ratios), passages]
+        contents = [*(mark_texts(store, passages, ratio=ratio) for ratio in ratios), passages]
         found = [[_first_piece(decoder, content) for content in contents] for _ in range(rounds + 1)][1:]
     *softs, texts = zip(*found, strict=True)
     return {

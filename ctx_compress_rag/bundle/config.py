@@ -58,7 +58,7 @@ class BundleConfig(Strict):
         decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if the decoder is on the hub (then
             the commit identifies the decoder) or a GGUF file (then the file's SHA-256 does).
         text_share: the share (0 to 1) of the budget for several passages to spend on sentences as text, as measured
-            for the bundle (see `marking.mark.mark`); None shows each passage as slots.
+            for the bundle (see `marking.mark.mark_texts`); None shows each passage as slots.
         separator: the text between two passages in a prompt.
         answer_prefix: the text that an answer from passages begins with, as part of the prompt.
         chat_template: the chat format of the bundle's training; None for the decoder's own.

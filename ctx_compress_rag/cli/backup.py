@@ -20,9 +20,9 @@ def backup(
 
     Other programs may write to the index meanwhile. The copy contains the store's key and can be used at once.
     """
-    from ctx_compress_rag.indexing.index import check_store_exists
-    from ctx_compress_rag.store.place import Folder
+    from ctx_compress_rag.indexing.index import check_index_exists
+    from ctx_compress_rag.store.place import StoreFolder
 
-    check_store_exists(store)
-    Folder(Path(store)).back_up(Path(target))
+    check_index_exists(store)
+    StoreFolder(Path(store)).back_up(Path(target))
     print(f"{store} copied to {target}")

@@ -64,7 +64,7 @@ def index(
     """
     from ctx_compress_rag.indexing.build import compress_collection, update_index
     from ctx_compress_rag.indexing.index import open_index
-    from ctx_compress_rag.indexing.inputs import open_input
+    from ctx_compress_rag.indexing.inputs import open_index_input
     from ctx_compress_rag.store.codec import check_codec
 
     if (path is None) == (collection is None):
@@ -79,7 +79,7 @@ def index(
         done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)
         print(_compressed(f"collection {collection}", done.added + done.updated, done.unchanged, bundle))
         return
-    given = open_input(str(path))  # before models are loaded and a store is made
+    given = open_index_input(str(path))  # before models are loaded and a store is made
     with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, repair=repair)
     what, config = f"{report.files} {given.kind} in {path}", opened.bundle.config

@@ -18,8 +18,8 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import extract, truncate
 from ctx_compress_rag.evaluation.questions import Question, digest
-from ctx_compress_rag.marking.budget import nearest
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.budget import nearest_sentences
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import passage_vectors, question_vectors
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore
@@ -162,7 +162,7 @@ class Prompts:
             return self._soft(q, ratio)
         budget = self._budget(q, ratio)
         if system == EXTRACTED:
-            return extract(nearest(q.passages, q.question), self.decoder.preparer.token_ids, budget)
+            return extract(nearest_sentences(q.passages, q.question), self.decoder.preparer.token_ids, budget)
         if system == DEFAULT:
             return self._marked(q.passages, q, ratio=ratio, scores=self._scores(q))
         if system == MIXED:
@@ -178,7 +178,7 @@ class Prompts:
         return self._marked(q.passages, q, ratio=ratio, text_share=0)
 
     def _marked(self, passages: Sequence[str], q: Question, **options: Any) -> list[str]:
-        return mark(self.store, passages, [self.ids.get(p) for p in passages], question=q.question, **options)
+        return mark_texts(self.store, passages, [self.ids.get(p) for p in passages], question=q.question, **options)
 
     def _budget(self, q: Question, ratio: int) -> int:
         """Return the positions that the soft context takes in the prompt, with text that RAM keeps and separators."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ctx_compress_rag.marking.budget import NOTHING, Budget, Retrieved, Sentence, Shown
+from ctx_compress_rag.marking.budget import NOTHING, Budget, RetrievedText, ScoredSentence, ShownPassage
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
@@ -30,13 +30,13 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     return [_head(text, tokenizer, share) for text, share in zip(passages, shares, strict=True)]
 
 
-def extract(near: Sequence[Sequence[Sentence]], tokens: Callable[[str], Sequence[int]], budget: int) -> list[str]:
+def extract(near: Sequence[Sequence[ScoredSentence]], tokens: Callable[[str], Sequence[int]], budget: int) -> list[str]:
     """Return the sentences nearest to the question that fit, in the text's order; the first that does not is cut."""
 
-    def count(shown: Sequence[Shown]) -> int:
+    def count(shown: Sequence[ShownPassage]) -> int:
         return len(tokens(PASSAGE_SEPARATOR.join(each.text for each in shown if each.text)))
 
-    passages = [Retrieved("", sentences=own) for own in near]
+    passages = [RetrievedText("", sentences=own) for own in near]
     return [each.text for each in Budget(passages, budget, count).with_sentences([NOTHING] * len(near))]
 
 

@@ -15,12 +15,12 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import DataError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS
-from ctx_compress_rag.indexing.chunking import chunk
-from ctx_compress_rag.indexing.fit import Fit
-from ctx_compress_rag.indexing.index import PassageIndex, check_store_exists, make_passage
-from ctx_compress_rag.indexing.inputs import Input, as_text
+from ctx_compress_rag.indexing.chunking import chunk_text
+from ctx_compress_rag.indexing.fit import PassageFit
+from ctx_compress_rag.indexing.index import PassageIndex, check_index_exists, make_index_passage
+from ctx_compress_rag.indexing.inputs import IndexInput, path_text
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
-from ctx_compress_rag.store.passage import passages_in
+from ctx_compress_rag.store.passage import collection_passages
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class IndexReport:
 class _Cut:
     """The passages of an input, cut one by one while it is iterated over. Their ids and sources are kept, no texts."""
 
-    def __init__(self, given: Input, index: PassageIndex, chunk_tokens: int) -> None:
-        self.root = as_text(str(given.path.resolve()))
+    def __init__(self, given: IndexInput, index: PassageIndex, chunk_tokens: int) -> None:
+        self.root = path_text(str(given.path.resolve()))
         roots = index.roots()
         self.stored = roots.get(self.root, {})
         self.elsewhere = {root: sources for root, sources in roots.items() if not os.path.exists(root)}
@@ -54,7 +54,7 @@ class _Cut:
         self.sources: set[str] = set()  # only those of passages stored before
         self.files = 0
         self.bytes = 0
-        self.fit = Fit(index.bundle)
+        self.fit = PassageFit(index.bundle)
         self._known = set(self.stored.values()).union(*(sources.values() for sources in self.elsewhere.values()))
         self._given, self._tokenizer, self._chunk_tokens = given, index.bundle.tokenizer, chunk_tokens
 
@@ -64,9 +64,9 @@ class _Cut:
             if text.source in self._known:
                 self.sources.add(text.source)
             self.files += bool(text.text.strip())
-            for part in chunk(text.text, self._tokenizer, self._chunk_tokens, markdown=text.markdown):
+            for part in chunk_text(text.text, self._tokenizer, self._chunk_tokens, markdown=text.markdown):
                 self.bytes = min(end, self.bytes + len(part.encode()))
-                passage = make_passage(part, text.source, self.root)
+                passage = make_index_passage(part, text.source, self.root)
                 if passage.id not in self.ids:
                     self.ids.add(str(passage.id))
                     if passage.id not in self.stored:
@@ -85,7 +85,7 @@ class _Cut:
 
 def update_index(
     index: PassageIndex,
-    given: Input,
+    given: IndexInput,
     *,
     chunk_tokens: int | None = None,
     prune: bool = False,
@@ -152,7 +152,7 @@ def compress_collection(
     Soft contexts of texts that the app deleted stay (`SoftContextStore.sync` removes them). Raises StoreError if there
     is no such collection.
     """
-    check_store_exists(folder)
+    check_index_exists(folder)
     client = chromadb.PersistentClient(str(folder))
     try:
         collection = client.get_collection(name, embedding_function=None)
@@ -160,11 +160,11 @@ def compress_collection(
         names = ", ".join(sorted(each.name for each in client.list_collections()))
         raise StoreError(f"no collection {name!r} in {str(folder)!r}: there are {names or 'none'}") from None
     loaded = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
-    passages = list(passages_in(collection))
+    passages = list(collection_passages(collection))
     with SoftContextStore(collection, loaded, codec=codec) as store:
         done = store.add(passages)
     if done.added or done.updated:
-        fit = Fit(loaded)
+        fit = PassageFit(loaded)
         for passage in passages:
             fit.look(passage)
         fit.warn()

@@ -41,7 +41,7 @@ _SEAM = 2
 """How many more tokens two texts may have when joined than separately."""
 
 
-def chunk(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:
+def chunk_text(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:
     """Yield the passages of a text, in order. Only white space between passages is dropped.
 
     Paragraphs are joined as long as they fit. A paragraph that is too long by itself is cut at sentences, a sentence at

@@ -26,7 +26,7 @@ _MOST_GLYPHS = 0.1
 """Share of glyphs without a character above which a PDF's text counts as unreadable."""
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
     """Return a document's `text` and what it `lacks` of the document, or the `error` why it cannot be read."""
     from markitdown import StreamInfo, converters
 
@@ -81,7 +81,7 @@ def main() -> None:
         path, seconds = json.loads(line)
         if sys.platform != "win32":
             signal.alarm(seconds + 5)  # should the parent be gone
-        answers.write(f"{json.dumps(read(Path(path)))}\n")
+        answers.write(f"{json.dumps(read_document(Path(path)))}\n")
 
 
 if __name__ == "__main__":

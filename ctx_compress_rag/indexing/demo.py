@@ -14,8 +14,8 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answering import DEFAULT, FULL, NONE, Key, Prompts, answer_each
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.indexing.demo_corpus import LICENSE, Corpus, wikipedia_corpus
-from ctx_compress_rag.indexing.index import Hit, PassageIndex, open_index
+from ctx_compress_rag.indexing.demo_corpus import LICENSE, DemoCorpus, wikipedia_corpus
+from ctx_compress_rag.indexing.index import IndexHit, PassageIndex, open_index
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import AddReport
 from ctx_compress_rag.text.answers import token_f1
@@ -71,7 +71,7 @@ def run_demo(folder: str | Path, bundle: str | None = None) -> DemoReport:
     )
 
 
-def _compare(index: PassageIndex, corpus: Corpus, hits: list[list[Hit]]) -> list[DemoSystem]:
+def _compare(index: PassageIndex, corpus: DemoCorpus, hits: list[list[IndexHit]]) -> list[DemoSystem]:
     store, config = index.store, index.bundle.config
     asked = [Question(tuple(h.text for h in f), q.text, q.answers) for q, f in zip(corpus.questions, hits, strict=True)]
     decoder = Decoder(index.bundle, store, batch_size=len(asked))
@@ -106,7 +106,7 @@ def _first_token_ms(decoder: Decoder, prompt: Sequence[Message]) -> float:
     return 1000 * (time.perf_counter() - began)
 
 
-def _tables(corpus: Corpus, systems: Sequence[DemoSystem], hits: list[list[Hit]]) -> str:
+def _tables(corpus: DemoCorpus, systems: Sequence[DemoSystem], hits: list[list[IndexHit]]) -> str:
     ratios = [s.ratio for s in systems if s.ratio]
     shown = [s for s in systems if s.ratio in (None, _SHOWN if _SHOWN in ratios else ratios[0])]
     rows = [

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctx_compress_rag.indexing.index import make_passage
+from ctx_compress_rag.indexing.index import make_index_passage
 from ctx_compress_rag.store import Passage
 
 _WIKIPEDIA = Path(__file__).with_name("demo_passages.json")
@@ -23,19 +23,19 @@ class DemoQuestion:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class DemoCorpus:
     """Passages to index and questions to ask, none of which a shipped bundle was trained on."""
 
     passages: tuple[Passage, ...]
     questions: tuple[DemoQuestion, ...]
 
 
-def wikipedia_corpus() -> Corpus:
+def wikipedia_corpus() -> DemoCorpus:
     """Return twenty-four paragraphs and twelve questions of XQuAD's English part (CC BY-SA 4.0), always the same."""
     data = json.loads(_WIKIPEDIA.read_text(encoding="utf-8"))
-    passages = tuple(make_passage(row["text"], row["title"], "demo") for row in data["passages"])
+    passages = tuple(make_index_passage(row["text"], row["title"], "demo") for row in data["passages"])
     questions = tuple(
         DemoQuestion(row["question"], tuple(row["answers"]), str(passages[row["passage"]].id))
         for row in data["questions"]
     )
-    return Corpus(passages, questions)
+    return DemoCorpus(passages, questions)

@@ -35,7 +35,7 @@ LEAST_SECONDS, SECONDS_PER_MB, MOST_SECONDS = 30, 60, 600
 """Limits of the time for a document, in seconds, two to three times what PDFs full of text took."""
 
 
-def readable() -> tuple[str, ...]:
+def readable_suffixes() -> tuple[str, ...]:
     """Return the suffixes of files that can be read. Those of documents need the extra `index`."""
     return TEXTS + tuple(suffix for suffix, package in DOCUMENTS.items() if find_spec(package))
 
@@ -47,7 +47,7 @@ class Document(NamedTuple):
     lacks: tuple[str, ...] = ()
 
 
-class Reader:
+class DocumentReader:
     """Reads files one after another, documents in a separate process, which is killed at its limits of time and memory.
 
     `costly` is a file that keeps the hashes of documents that met a limit, so that no later run tries them again.

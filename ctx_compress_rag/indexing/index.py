@@ -21,13 +21,13 @@ from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_chroma_database
-from ctx_compress_rag.store.collection import Collection, Row, pages
-from ctx_compress_rag.store.connect import check_folder_name, connect
+from ctx_compress_rag.store.collection import ChromaCollection, Row, chroma_pages
+from ctx_compress_rag.store.connect import check_store_folder_name, connect_store
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.passage import passage_batches
-from ctx_compress_rag.store.place import Place
-from ctx_compress_rag.store.record import owned, passage_id, record_id
-from ctx_compress_rag.store.records import summarize
+from ctx_compress_rag.store.place import StorePlace
+from ctx_compress_rag.store.record import owned_by_scope, passage_id, record_id
+from ctx_compress_rag.store.records import summarize_store
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -44,14 +44,14 @@ _FIRST = 8
 """How many passages are looked up first, so that progress shows early."""
 
 
-def make_passage(text: str, source: str, root: str) -> Passage:
+def make_index_passage(text: str, source: str, root: str) -> Passage:
     """Return a passage whose id depends on `root` (the indexed folder), `source` (the file) and the text."""
     digest = hashlib.sha256("\0".join((root, source, text)).encode()).hexdigest()[:16]
     return Passage(text, f"{source}#{digest}", {"source": source, "root": root})
 
 
 @dataclass(frozen=True)
-class Hit:
+class IndexHit:
     """A retrieved passage. `similarity` is the cosine of the passage's vector and the question's vector."""
 
     id: str
@@ -60,7 +60,7 @@ class Hit:
     similarity: float
 
 
-class PassageCollection(Collection):
+class PassageCollection(ChromaCollection):
     def check(self, metadata: Row) -> None:
         if BUNDLE_KEY not in metadata:
             raise StoreError(
@@ -88,8 +88,10 @@ class PassageIndex:
     `interrupted` is True if a process was killed while it wrote to the folder, until `mend` is called.
     """
 
-    def __init__(self, folder: str | Place, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str) -> None:
-        place = connect(folder)
+    def __init__(
+        self, folder: str | StorePlace, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str
+    ) -> None:
+        place = connect_store(folder)
         self.folder = place.folder
         self.bundle = bundle
         self.embedder = embedder
@@ -123,9 +125,9 @@ class PassageIndex:
         return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
 
     def mend(self) -> list[str]:
-        """Put back the vectors that Chroma lost (see `Collection.unsearchable`), and return their passages' ids."""
+        """Put back vectors that Chroma lost (see `ChromaCollection.unsearchable`), and return their passages' ids."""
         restored: list[str] = []
-        for ids in pages(self._passages.unsearchable()):
+        for ids in chroma_pages(self._passages.unsearchable()):
             found = {id: (str(text), row) for id, (text, row) in self._passages.texts(ids).items() if text}
             if found:
                 texts = [text for text, _ in found.values()]
@@ -148,7 +150,7 @@ class PassageIndex:
     def roots(self) -> dict[str, dict[str, str]]:
         return self._passages.roots()
 
-    def search(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
+    def search(self, questions: Sequence[str], k: int) -> list[list[IndexHit]]:
         """Return for each question its `k` nearest passages or fewer, in order. Raise StoreError if there are none."""
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
@@ -157,7 +159,7 @@ class PassageIndex:
         if not count:
             raise StoreError(f"{self._passages.place.where} holds no passages: run `ctx-compress index` first")
         return [
-            [Hit(id, text, str(row.get("source")), 1 - distance) for id, text, row, distance in hits]
+            [IndexHit(id, text, str(row.get("source")), 1 - distance) for id, text, row, distance in hits]
             for hits in self._passages.query(vectors, min(k, count))
         ]
 
@@ -192,11 +194,11 @@ def open_index(
     """
     from ctx_compress_rag.bundle.bundle import Bundle
 
-    check_store_exists(folder, create)
+    check_index_exists(folder, create)
     if embedder:
         load_embedder(embedder)  # refuse a missing one before a folder is made
     with ExitStack() as on_error:
-        place = on_error.enter_context(closing(connect(str(folder))))
+        place = on_error.enter_context(closing(connect_store(str(folder))))
         recorded, made_with = PassageCollection(place, COLLECTION).made_with()
         asked = embedder and _lasting(embedder)
         if recorded and asked not in (None, made_with):
@@ -228,26 +230,26 @@ class IndexInfo:
 
 def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
     """Return what is in an index, without loading its bundle. With `prune`, first delete `IndexInfo.orphans`."""
-    check_store_exists(folder)
-    with closing(connect(str(folder))) as place:
-        passages, soft = PassageCollection(place, COLLECTION), Collection(place, f"{COLLECTION}-ctx")
+    check_index_exists(folder)
+    with closing(connect_store(str(folder))) as place:
+        passages, soft = PassageCollection(place, COLLECTION), ChromaCollection(place, f"{COLLECTION}-ctx")
         about, (name, embedder) = soft.metadata(), passages.made_with()
         if not about:
             raise StoreError(
                 f"{place.where} holds no index: make one with `ctx-compress index`; SoftContextStore.info() "
                 "describes an app's own collection"
             )
-        own = {passage_id(id) for id in soft.ids() if owned(id, DEFAULT_SCOPE)} if name else set()
+        own = {passage_id(id) for id in soft.ids() if owned_by_scope(id, DEFAULT_SCOPE)} if name else set()
         orphans = sorted(own.difference(passages.ids()))
         if prune:
             soft.delete([record_id(id, DEFAULT_SCOPE) for id in orphans])
         sources = sum(len(set(sources.values())) for sources in passages.roots().values())
-        return IndexInfo(summarize(soft, about), name or str(about["bundle"]), embedder, sources, orphans)
+        return IndexInfo(summarize_store(soft, about), name or str(about["bundle"]), embedder, sources, orphans)
 
 
-def check_store_exists(folder: str | Path, create: bool = False) -> None:
+def check_index_exists(folder: str | Path, create: bool = False) -> None:
     """Raise StoreError if Chroma cannot open a folder, or if it holds no store and `create` is False."""
-    check_folder_name(str(folder))
+    check_store_folder_name(str(folder))
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not has_chroma_database(Path(folder)):
         raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from ctx_compress_rag.errors import DataError, conversion_command
-from ctx_compress_rag.indexing.documents import DOCUMENTS, UNSTRUCTURED, Reader, readable
+from ctx_compress_rag.indexing.documents import DOCUMENTS, UNSTRUCTURED, DocumentReader, readable_suffixes
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.strict import explain
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 JSONL = (".jsonl", ".ndjson")
 
 
-class Text(NamedTuple):
+class IndexText(NamedTuple):
     """A text to index, its source (name of the file or row), whether it is Markdown, and its bytes in the input."""
 
     source: str
@@ -33,18 +33,18 @@ class Text(NamedTuple):
     bytes: int
 
 
-class Input(ABC):
+class IndexInput(ABC):
     """Texts to index, read lazily. `bytes` is the size of all texts together."""
 
     kind = "rows"  # what the texts are called
-    costly: Path | None = None  # as in `documents.Reader`
+    costly: Path | None = None  # as in `documents.DocumentReader`
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.bytes = size
 
     @abstractmethod
-    def texts(self) -> Iterator[Text]:
+    def texts(self) -> Iterator[IndexText]:
         """Yield the texts in order, blank ones included."""
 
     def cannot_read(self, source: str) -> bool:
@@ -56,7 +56,7 @@ class Input(ABC):
         return ""
 
 
-class FolderInput(Input):
+class FolderInput(IndexInput):
     """The text files and documents of a folder and its subfolders, sorted by name, without hidden ones.
 
     Empty files, and files and folders that cannot be read, are skipped with a warning. Links to folders are ignored.
@@ -65,7 +65,7 @@ class FolderInput(Input):
     kind = "files"
 
     def __init__(self, path: Path) -> None:
-        suffixes = readable()
+        suffixes = readable_suffixes()
         if not path.is_dir():
             fault = "is not a folder" if path.exists() else "does not exist"
             raise DataError(
@@ -101,13 +101,13 @@ class FolderInput(Input):
 
     def _cannot_list(self, error: OSError) -> None:
         logger.warning("skipped %r: it cannot be read (%s)", error.filename, error.strerror)
-        self._closed.append(as_text(Path(error.filename).relative_to(self.path).as_posix()) + "/")
+        self._closed.append(path_text(Path(error.filename).relative_to(self.path).as_posix()) + "/")
 
-    def texts(self) -> Iterator[Text]:
+    def texts(self) -> Iterator[IndexText]:
         self._unread, self._blank, self._lacking = [], [], {}
-        with Reader(self.costly) as reader:
+        with DocumentReader(self.costly) as reader:
             for file in self.files:
-                source, suffix = as_text(file.relative_to(self.path).as_posix()), file.suffix.lower()
+                source, suffix = path_text(file.relative_to(self.path).as_posix()), file.suffix.lower()
                 try:
                     text, lacks = reader.read(file)
                     size = file.stat().st_size
@@ -121,7 +121,7 @@ class FolderInput(Input):
                     self._blank.append(source)
                 for what in lacks:
                     self._lacking.setdefault(what, []).append(source)
-                yield Text(source, text, suffix not in UNSTRUCTURED, size)
+                yield IndexText(source, text, suffix not in UNSTRUCTURED, size)
 
     def cannot_read(self, source: str) -> bool:
         return source in self._unread or source.startswith(tuple(self._closed))
@@ -140,10 +140,10 @@ class _Row(BaseModel):
     id: str | int | float | None = None
 
 
-class Jsonl(Input):
+class JsonlInput(IndexInput):
     """A file with one text per line, as `{"text": ..., "id": ...}`. Without an id, the source is a hash of the text."""
 
-    def texts(self) -> Iterator[Text]:
+    def texts(self) -> Iterator[IndexText]:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.removeprefix(BOM_UTF8).strip():
@@ -160,15 +160,15 @@ class Jsonl(Input):
                             f'{self.path}, line {number}: {said}; give rows such as {{"text": ..., "id": ...}}'
                         ) from None
                     source = content_id(row.text) if row.id is None else str(row.id)
-                    yield Text(source, row.text, False, len(line))
+                    yield IndexText(source, row.text, False, len(line))
 
 
-def as_text(path: str) -> str:
+def path_text(path: str) -> str:
     """Return a path as text that ids and Chroma take, with bytes that are not UTF-8 escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
-def open_input(path: str | Path) -> Input:
+def open_index_input(path: str | Path) -> IndexInput:
     """Return the input in a folder or a JSONL file. Raise DataError if there is none or it cannot be read."""
     if not str(path):
         raise DataError("the path to index is empty: give a folder or a file")  # Path("") is the current folder
@@ -177,7 +177,7 @@ def open_input(path: str | Path) -> Input:
     if suffix not in JSONL or path.is_dir():
         return FolderInput(path)
     try:
-        return Jsonl(path, path.stat().st_size)
+        return JsonlInput(path, path.stat().st_size)
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from error
 

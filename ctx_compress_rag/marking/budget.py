@@ -14,50 +14,55 @@ from typing import NamedTuple
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.models.sentence_embedding import question_vectors
 from ctx_compress_rag.store.marker import MAX_FACTOR
-from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unpack
+from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unpack_sentence_vectors
 from ctx_compress_rag.text.answers import CHARACTER
 
 # Where a sentence that is too long may be cut: Chinese and Japanese have no spaces.
 _WORD = re.compile(rf"{CHARACTER.pattern}|(?:(?!{CHARACTER.pattern})\S)+")
 
 
-class Sentence(NamedTuple):
+class ScoredSentence(NamedTuple):
     """A sentence, and the cosine of the sentence's vector and the question's vector."""
 
     text: str
     similarity: float
 
 
-def nearest(texts: Sequence[str], question: str, stored: Sequence[str] | None = None) -> list[list[Sentence]]:
+def nearest_sentences(
+    texts: Sequence[str], question: str, stored: Sequence[str] | None = None
+) -> list[list[ScoredSentence]]:
     """Return the sentences of each text, in order, with their similarity to the question.
 
     `stored` has, for each text, its sentences' vectors as the store keeps them, or "" (the default) to encode them
     now. Raises MissingExtraError without the extra `sentences`.
     """
     parts = [sentences_of(text) for text in texts]
-    vectors = [unpack(packed, len(own)) for packed, own in zip(stored or [""] * len(texts), parts, strict=True)]
+    vectors = [
+        unpack_sentence_vectors(packed, len(own))
+        for packed, own in zip(stored or [""] * len(texts), parts, strict=True)
+    ]
     missing = [place for place, own in enumerate(vectors) if own is None]
     for place, made in zip(missing, sentence_vectors([texts[place] for place in missing]), strict=True):
         vectors[place] = made
     [asked] = question_vectors([question])
     similarities = [[] if own is None else (own @ asked).tolist() for own in vectors]
-    return [list(map(Sentence, own, near)) for own, near in zip(parts, similarities, strict=True)]
+    return [list(map(ScoredSentence, own, near)) for own, near in zip(parts, similarities, strict=True)]
 
 
 @dataclass(frozen=True)
-class Retrieved:
+class RetrievedText:
     """A retrieved passage, with what a prompt can show of it."""
 
     text: str  # as a prompt may show it
     slots: int = 0  # how many are stored; 0 if the passage must be shown as text
-    sentences: Sequence[Sentence] = ()  # in order; none if there is no question
+    sentences: Sequence[ScoredSentence] = ()  # in order; none if there is no question
 
-    def as_slots(self, factor: int) -> Shown:
+    def as_slots(self, factor: int) -> ShownPassage:
         """Return the whole passage as slots, each merged from `factor` stored ones, or as text if none are stored."""
-        return Shown("", -(-self.slots // factor), factor) if self.slots else Shown(self.text)
+        return ShownPassage("", -(-self.slots // factor), factor) if self.slots else ShownPassage(self.text)
 
 
-class Shown(NamedTuple):
+class ShownPassage(NamedTuple):
     """What a prompt shows of a passage, first text, then slots; either may be missing."""
 
     text: str = ""  # the whole passage, some sentences, or nothing
@@ -65,8 +70,8 @@ class Shown(NamedTuple):
     factor: int = 1  # how many stored slots are merged into each
 
 
-NOTHING = Shown()
-Count = Callable[[Sequence[Shown]], int]
+NOTHING = ShownPassage()
+Count = Callable[[Sequence[ShownPassage]], int]
 """Counts the positions that shown passages take in a prompt (text, slots, the reader's vectors and separators)."""
 
 
@@ -76,25 +81,25 @@ class Budget:
     `count` counts the positions, and `nestable` is whether neighboring slots can be merged.
     """
 
-    def __init__(self, passages: Sequence[Retrieved], size: int, count: Count, *, nestable: bool = True) -> None:
+    def __init__(self, passages: Sequence[RetrievedText], size: int, count: Count, *, nestable: bool = True) -> None:
         self.passages = passages
         self.size = size
         self._count = count
         self._nestable = nestable
 
-    def fits(self, shown: Sequence[Shown]) -> bool:
+    def fits(self, shown: Sequence[ShownPassage]) -> bool:
         """Whether what is shown takes at most the budget."""
         return self._count(shown) <= self.size
 
-    def texts(self) -> list[Shown]:
+    def texts(self) -> list[ShownPassage]:
         """Return all passages as text, whether they fit the budget or not."""
-        return [Shown(passage.text) for passage in self.passages]
+        return [ShownPassage(passage.text) for passage in self.passages]
 
-    def soft(self) -> list[Shown]:
+    def soft(self) -> list[ShownPassage]:
         """Return all passages as slots, at the finest ratio at which all fit. Raise RatioError if there is none."""
         most = max((passage.slots for passage in self.passages), default=1)
 
-        def at(factor: int) -> list[Shown]:
+        def at(factor: int) -> list[ShownPassage]:
             return [passage.as_slots(factor) for passage in self.passages]
 
         factor = self._finest(at, most, self.size)
@@ -105,7 +110,7 @@ class Budget:
             )
         return at(factor)
 
-    def mixed(self, best: int, share: float) -> list[Shown]:
+    def mixed(self, best: int, share: float) -> list[ShownPassage]:
         """Return slots of passage `best` in at most 1 - `share` of the budget, and sentences of all in what is left.
 
         If `share` is 1 or no slots fit, there are only sentences. Raises RatioError if nothing fits.
@@ -121,7 +126,7 @@ class Budget:
             raise RatioError(f"token_budget={self.size} holds nothing of {len(shown)} passages: raise it")
         return shown
 
-    def with_sentences(self, shown: Sequence[Shown]) -> list[Shown]:
+    def with_sentences(self, shown: Sequence[ShownPassage]) -> list[ShownPassage]:
         """Return what is shown with sentences added, the nearest to the question first, while they fit the budget.
 
         Sentences of a passage keep their order. The first sentence that does not fit is cut between words.
@@ -153,17 +158,17 @@ class Budget:
             break
         return _joined(shown, kept)
 
-    def _only(self, best: int, shown: Shown) -> list[Shown]:
+    def _only(self, best: int, shown: ShownPassage) -> list[ShownPassage]:
         return [shown if place == best else NOTHING for place in range(len(self.passages))]
 
-    def _finest(self, at: Callable[[int], list[Shown]], most: int, size: int) -> int | None:
+    def _finest(self, at: Callable[[int], list[ShownPassage]], most: int, size: int) -> int | None:
         """Return the least factor at which what `at` shows takes at most `size` positions; None if there is none."""
         factors = range(1, min(max(most, 1), MAX_FACTOR) + 1) if self._nestable else [1]
         place = bisect_left(factors, True, key=lambda factor: self._count(at(factor)) <= size)
         return factors[place] if place < len(factors) else None
 
 
-def _joined(shown: Sequence[Shown], kept: Sequence[dict[int, str]]) -> list[Shown]:
+def _joined(shown: Sequence[ShownPassage], kept: Sequence[dict[int, str]]) -> list[ShownPassage]:
     return [
         each._replace(text=" ".join(own[place] for place in sorted(own))) if own else each
         for each, own in zip(shown, kept, strict=True)

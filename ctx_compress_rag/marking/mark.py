@@ -21,7 +21,7 @@ from ctx_compress_rag.errors import (
     StoreWriteError,
     short_repr,
 )
-from ctx_compress_rag.marking.budget import Budget, Retrieved, Sentence, Shown, nearest
+from ctx_compress_rag.marking.budget import Budget, RetrievedText, ScoredSentence, ShownPassage, nearest_sentences
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, checked_passage
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _SHARE: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
 
 MAX_EXPANDED = 16 << 20
-"""Maximum characters to which one call of `expand` or `mark` expands markers: more than any LLM reads."""
+"""Maximum characters to which one call of `expand` or `mark_texts` expands markers: more than any LLM reads."""
 
 OnMissing = Literal["compress", "error", "text"]
 """What to do with a passage for which the store has no usable soft context; other passages are not affected.
@@ -48,14 +48,14 @@ Unicode, because nothing can be written, or because it holds the marker of a pas
 """
 
 
-class Marked(NamedTuple):
+class MarkedText(NamedTuple):
     """A retrieved text: `text` has its markers expanded, `shown` is what a prompt shows instead ("" for nothing)."""
 
     text: str
     shown: str
 
 
-def mark(
+def mark_texts(
     store: SoftContextStore,
     texts: Sequence[str],
     ids: Sequence[str | None] | None = None,
@@ -92,7 +92,7 @@ class _Passage:
 
 @dataclass
 class Marking:
-    """The options of `mark`, checked once (ConfigError), to mark the texts of many calls."""
+    """The options of `mark_texts`, checked once (ConfigError), to mark the texts of many calls."""
 
     store: SoftContextStore
     ratio: int | None = None
@@ -124,11 +124,11 @@ class Marking:
         ids: Sequence[str | None] | None = None,
         scores: Sequence[object] | None = None,
         question: str | None = None,
-    ) -> list[Marked]:
-        """Mark the texts of one call as the function `mark` does, and return for each also its expanded text."""
+    ) -> list[MarkedText]:
+        """Mark the texts of one call as `mark_texts` does, and return for each also its expanded text."""
         texts = as_list("texts", texts)
         ids = [None] * len(texts) if ids is None else as_list("ids", ids)
-        relevances = None if scores is None else [*map(relevance, as_list("scores", scores))]
+        relevances = None if scores is None else [*map(relevance_score, as_list("scores", scores))]
         for what, given in (("ids", ids), ("scores", relevances)):
             if given is not None and len(given) != len(texts):
                 raise ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
@@ -143,7 +143,7 @@ class Marking:
                 self._repair(passage)
             self._render(passages, relevances, question)
         return [
-            Marked(each.text, escaped_markers(each.text) if each.shown is None else each.shown) for each in passages
+            MarkedText(each.text, escaped_markers(each.text) if each.shown is None else each.shown) for each in passages
         ]
 
     def _expanded(self, texts: Sequence[str], ids: Sequence[str | None]) -> list[_Passage]:
@@ -251,7 +251,7 @@ class Marking:
 
     def _planned(
         self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None
-    ) -> list[Shown] | None:
+    ) -> list[ShownPassage] | None:
         """Return what is shown of each passage within the budget; None if the ratio alone decides."""
         bundle, store = self.store.bundle, self.store
         share = self._share_for(question, len(passages))
@@ -268,8 +268,8 @@ class Marking:
         if near is None and self.token_budget is None:
             return None
         slots = [0 if record is None else record.n_slots for record in records]
-        retrieved = list(map(Retrieved, texts, slots, [()] * len(texts) if near is None else near))
-        count = partial(positions, bundle)
+        retrieved = list(map(RetrievedText, texts, slots, [()] * len(texts) if near is None else near))
+        count = partial(shown_positions, bundle)
         size = self.token_budget
         if size is None:  # what this ratio gives all passages
             factor = store.merge_factor(store.base_ratio if self.ratio is None else self.ratio)
@@ -297,17 +297,17 @@ class Marking:
             share = self.store.bundle.config.text_share
         return share or None
 
-    def _nearest(self, texts: Sequence[str], question: str, stored: Sequence[str]) -> list[list[Sentence]] | None:
+    def _nearest(self, texts: Sequence[str], question: str, stored: Sequence[str]) -> list[list[ScoredSentence]] | None:
         """Return the passages' sentences; None without a sentence encoder, unless the options ask for sentences."""
         try:
-            return nearest(texts, question, stored)
+            return nearest_sentences(texts, question, stored)
         except MissingExtraError as error:
             if self.text_share is not None:
                 raise
             _warn_once(f"soft contexts alone are shown, although sentences beside them answer better: {error}")
             return None
 
-    def _show(self, passages: Sequence[_Passage], shown: Sequence[Shown]) -> None:
+    def _show(self, passages: Sequence[_Passage], shown: Sequence[ShownPassage]) -> None:
         groups: dict[int, list[_Passage]] = {}
         for passage, each in zip(passages, shown, strict=True):
             passage.shown = each.text
@@ -320,7 +320,7 @@ class Marking:
                 passage.shown = f"{passage.shown} {marker}".strip()
 
 
-def relevance(score: object) -> float:
+def relevance_score(score: object) -> float:
     """Return a retriever's or reranker's score as a float, None and NaN as -inf. Raise ConfigError if not a number."""
     if score is None:
         return -math.inf
@@ -331,7 +331,7 @@ def relevance(score: object) -> float:
     return -math.inf if math.isnan(number) else number
 
 
-def positions(bundle: Bundle, shown: Sequence[Shown]) -> int:
+def shown_positions(bundle: Bundle, shown: Sequence[ShownPassage]) -> int:
     """Return how many positions of a prompt the shown passages take, with the separators between them."""
     texts, slots, after_slots = [""], 0, False
     for each in shown:

@@ -20,7 +20,7 @@ _PROBE_BYTES = 1 << 20
 
 
 @contextmanager
-def explained(where: str, folder: Path | None = None, *, writing: bool = False) -> Iterator[None]:
+def raising_store_errors(where: str, folder: Path | None = None, *, writing: bool = False) -> Iterator[None]:
     """Turn errors of Chroma or its HTTP client in the block into a StoreError, or StoreWriteError if `writing`."""
     try:
         yield
@@ -50,7 +50,7 @@ def explained(where: str, folder: Path | None = None, *, writing: bool = False) 
         raise kind(f"Chroma failed on {where} ({said}): try again; if it fails again, {remedy}") from error
 
 
-def lacks_room(folder: Path) -> str | None:
+def disk_lacks_room(folder: Path) -> str | None:
     """Return an explanation if less than 32 MiB of the folder's disk are free, else None."""
     free = shutil.disk_usage(folder).free
     return f"its disk has {free:,} bytes left" if free < _ROOM else None
@@ -59,7 +59,7 @@ def lacks_room(folder: Path) -> str | None:
 def disk_fault(folder: Path) -> str | None:
     """Return why nothing can be written to the folder, or None if writing is possible."""
     try:
-        if fault := lacks_room(folder):
+        if fault := disk_lacks_room(folder):
             return fault
         if closed := [path.name for path in folder.iterdir() if not os.access(path, os.W_OK)]:
             return f"this user may not write to {closed[0]} in it"

@@ -23,7 +23,7 @@ def has_chroma_database(folder: Path) -> bool:
     return os.path.exists(folder / _DATABASE)  # Path.exists raises if this user may not look there
 
 
-def open_engine(folder: Path, tenant: str, database: str) -> Client:
+def open_chroma_engine(folder: Path, tenant: str, database: str) -> Client:
     """Open a new Chroma engine on a folder, which no other client shares. Raise whatever Chroma raises."""
     global _opened
     _opened = True
@@ -40,17 +40,17 @@ def open_engine(folder: Path, tenant: str, database: str) -> Client:
         raise
 
 
-def settings_of(opened: ClientAPI | chromadb.Collection) -> Settings:
+def chroma_settings(opened: ClientAPI | chromadb.Collection) -> Settings:
     """Return the settings of a client, or of a collection's client."""
     return opened._client._system.settings if isinstance(opened, chromadb.Collection) else opened.get_settings()
 
 
-def client_of(collection: chromadb.Collection) -> ClientAPI:
+def chroma_client(collection: chromadb.Collection) -> ClientAPI:
     """Return a client with a collection's connection, tenant and database; the collection has no client itself."""
     return Client.from_system(collection._client._system, tenant=collection.tenant, database=collection.database)
 
 
-def check_not_forked() -> None:
+def check_chroma_not_forked() -> None:
     """Raise StoreError in a child process whose parent had opened an embedded Chroma before the fork.
 
     Chroma's threads do not exist in the child, but the locks that they held stay locked there. So a new engine hangs in

@@ -54,7 +54,7 @@ class Codec(Protocol):
     def unpack(self, data: bytes, n_slots: int, dim: int) -> Floats: ...
 
 
-class Fp16:
+class Fp16Codec:
     """IEEE half precision, with a relative error of 2e-4 and two bytes for each value."""
 
     code = 1
@@ -71,7 +71,7 @@ class Fp16:
         return np.frombuffer(data, "<f2").reshape(n_slots, dim).astype(np.float32)
 
 
-class Int8:
+class Int8Codec:
     """8-bit integers with a scale for each column, which take a byte for each value and a byte for each scale.
 
     Scales are per column because decoders' hidden states have outlier channels. The relative L2 error, measured
@@ -110,7 +110,7 @@ class Int8:
         return np.float64(largest) * np.exp2(-steps.astype(np.float64) / _STEPS)
 
 
-CODECS: dict[str, Codec] = {"int8": Int8(), "fp16": Fp16()}
+CODECS: dict[str, Codec] = {"int8": Int8Codec(), "fp16": Fp16Codec()}
 # On benchmarks/world/bundle `ctx-compress eval --codec ...` scores int8 and fp16 alike at 4x and 16x, within 0.001 F1.
 DEFAULT_CODEC = "int8"
 _BY_CODE = {codec.code: codec for codec in CODECS.values()}
@@ -122,7 +122,7 @@ def check_codec(name: str) -> str:
     return name
 
 
-def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
+def encode_soft_context(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     """Return a SoftContext as a string. Raise PayloadError if it has no slots, or values not finite or too large."""
     packer = CODECS[check_codec(codec)]
     slots: Floats = soft.slots.detach().to("cpu", torch.float32).numpy()
@@ -139,8 +139,8 @@ def encode(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     return base64.b64encode(data + _CRC.pack(zlib.crc32(data))).decode("ascii")
 
 
-def decode(payload: str) -> SoftContext:
-    """Return the SoftContext (float32) in a string of `encode`. Raise PayloadError if the string was cut or altered."""
+def decode_soft_context(payload: str) -> SoftContext:
+    """Return the SoftContext (float32) that `encode_soft_context` wrote. Raise PayloadError if the text was changed."""
     try:
         data = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -13,10 +13,10 @@ from chromadb.api import ClientAPI
 from chromadb.errors import NotFoundError
 
 from ctx_compress_rag.errors import StoreError
-from ctx_compress_rag.store.chroma_errors import explained
-from ctx_compress_rag.store.connect import connect
-from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
-from ctx_compress_rag.store.threads import shielded
+from ctx_compress_rag.store.chroma_errors import raising_store_errors
+from ctx_compress_rag.store.connect import connect_store
+from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace
+from ctx_compress_rag.store.threads import shielded_from_interrupts
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -29,13 +29,13 @@ PAGE = 250
 """Records in one call, because Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""
 
 
-def pages(values: Sequence[T]) -> Iterator[Sequence[T]]:
+def chroma_pages(values: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield the values in order, `PAGE` at a time."""
     for start in range(0, len(values), PAGE):
         yield values[start : start + PAGE]
 
 
-def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
+def chroma_batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
     """Yield the values in order, at most `PAGE` at a time, of a total size up to `limit` (or one larger value)."""
     batch: dict[str, T] = {}
     total = 0
@@ -49,7 +49,7 @@ def batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> It
         yield batch
 
 
-class Collection:
+class ChromaCollection:
     """The records of a Chroma collection, which the first write creates. Thread-safe.
 
     `configuration` and `metadata` are for a new collection. `SoftContextStore` describes the timeouts and errors.
@@ -57,7 +57,7 @@ class Collection:
 
     def __init__(
         self,
-        place: Place,
+        place: StorePlace,
         name: str,
         configuration: Any = None,
         metadata: Mapping[str, Any] | None = None,
@@ -73,24 +73,24 @@ class Collection:
     def check(self, metadata: Row) -> None:
         """Raise StoreError if the metadata are not those of this kind of collection. Subclasses implement the check."""
 
-    @shielded
+    @shielded_from_interrupts
     def metadata(self) -> Row:
         """Return the collection's metadata, empty before the first write."""
         with self._reading() as found:
             return {} if found is None else dict(found.metadata or {})
 
-    @shielded
+    @shielded_from_interrupts
     def interrupted(self) -> bool:
         """Whether a process was killed while it wrote to the folder, so that a search may miss records."""
         with self._reading():
             return self.place.interrupted()
 
-    @shielded
+    @shielded_from_interrupts
     def count(self) -> int:
         with self._reading() as found:
             return 0 if found is None else int(self._ask(found.count))
 
-    @shielded
+    @shielded_from_interrupts
     def names(self) -> list[str]:
         """Return the names of all collections of the place."""
         with self.place.reading(self._read_timeout) as client:
@@ -113,7 +113,7 @@ class Collection:
     def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
         """Return the ids whose record has, in `field`, the id's value in `values`. No other record may have it."""
         matching: set[str] = set()
-        for ids in pages(list(values)):
+        for ids in chroma_pages(list(values)):
             # Chroma takes six times as long if it is given the ids, too.
             matching.update(id for (id,) in self._get(where={field: {"$in": [values[id] for id in ids]}}))
         if not matching <= values.keys():
@@ -123,13 +123,13 @@ class Collection:
     def rows_with(self, field: str, values: Sequence[str]) -> dict[str, Row]:
         """Return the metadata, by id, of all records that have one of `values` in `field`."""
         rows: dict[str, Row] = {}
-        for part in pages(list(dict.fromkeys(values))):
+        for part in chroma_pages(list(dict.fromkeys(values))):
             rows |= dict(self._get("metadatas", where={field: {"$in": list(part)}}))
         if any(row.get(field) not in values for row in rows.values()):
             raise self._odd()
         return rows
 
-    @shielded
+    @shielded_from_interrupts
     def query(self, vectors: Any, k: int) -> list[list[Found]]:
         """Return, for each vector, at most `k` records (id, document, metadata, distance), the nearest first."""
         columns = ["documents", "metadatas", "distances"]
@@ -143,7 +143,7 @@ class Collection:
                 for hits in each
             ]
 
-    @shielded
+    @shielded_from_interrupts
     def unsearchable(self) -> list[str]:
         """Return the ids of stored records that no search finds, because a process was killed while it wrote them."""
         ids = self.ids()
@@ -151,24 +151,27 @@ class Collection:
             if found is None or not ids:
                 return []
             for id in ids:
-                with suppress(StoreError), explained(self.place.where):  # of a record that the index has lost
+                with (
+                    suppress(StoreError),
+                    raising_store_errors(self.place.where),
+                ):  # of a record that the index has lost
                     [vector] = self._ask(found.get, ids=[id], include=["embeddings"])["embeddings"]
-                    return [lost for part in pages(ids) for lost in self._unsearchable(found, part, vector)]
+                    return [lost for part in chroma_pages(ids) for lost in self._unsearchable(found, part, vector)]
         return ids
 
-    @shielded
+    @shielded_from_interrupts
     def upsert(self, ids: Sequence[str], embeddings: Any, rows: Sequence[Row], texts: Any = None) -> None:
         """Write whole records, at most `PAGE`. They are stored durably when this returns."""
         with self._writing() as collection:
             collection.upsert(ids=list(ids), embeddings=embeddings, metadatas=list(rows), documents=texts)
 
-    @shielded
+    @shielded_from_interrupts
     def delete(self, ids: Sequence[str]) -> None:
-        for part in pages(ids):
+        for part in chroma_pages(ids):
             with self._writing() as collection:
                 collection.delete(ids=list(part))
 
-    @shielded
+    @shielded_from_interrupts
     def check_writable(self) -> None:
         """Raise StoreError if a write would be refused now."""
         self._check_open()
@@ -218,10 +221,10 @@ class Collection:
             )
 
     def _get_paged(self, ids: Sequence[str], *columns: str) -> Iterator[tuple[Any, ...]]:
-        for part in pages(list(dict.fromkeys(ids))):  # Chroma refuses ids given twice
+        for part in chroma_pages(list(dict.fromkeys(ids))):  # Chroma refuses ids given twice
             yield from self._get(*columns, ids=list(part))
 
-    @shielded
+    @shielded_from_interrupts
     def _get(self, *columns: str, ids: list[str] | None = None, where: Any = None) -> list[tuple[Any, ...]]:
         """Return the id and the columns of the records with `ids`, of those that `where` selects, or of all."""
         with self._reading() as records:
@@ -239,7 +242,7 @@ class Collection:
     def _unsearchable(self, found: chromadb.Collection, ids: Sequence[str], vector: Any) -> list[str]:
         given = {"query_embeddings": [vector], "include": []}
         try:
-            with explained(self.place.where):
+            with raising_store_errors(self.place.where):
                 answer = self._ask(found.query, n_results=len(ids), ids=list(ids), **given)
                 [searchable] = answer["ids"]
         except StoreError:  # Chroma raises for a record that its index has lost
@@ -265,14 +268,14 @@ class Collection:
         )
 
 
-class AppCollection(Collection):
+class AppCollection(ChromaCollection):
     """A collection of the app, read with the app's own client."""
 
     def __init__(self, collection: chromadb.Collection) -> None:
-        super().__init__(connect(collection), collection.name)
+        super().__init__(connect_store(collection), collection.name)
         self._app = collection
 
     @contextmanager
     def _reading(self) -> Iterator[chromadb.Collection]:
-        with explained(self.place.where):
+        with raising_store_errors(self.place.where):
             yield self._app

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.store.marker import MIN_KEY_BYTES, Signer
-from ctx_compress_rag.store.place import DRAFT, LOCK_FILE, Place, locked
+from ctx_compress_rag.store.place import DRAFT, LOCK_FILE, StorePlace, lock_store_folder
 
 KEY_VARIABLE = "CTX_COMPRESS_KEY"
 KEY_FILE = "ctx-compress.key"
@@ -22,7 +22,7 @@ class StoreKey:
     A store on a server that has no key raises StoreError here, not at the first marker.
     """
 
-    def __init__(self, key: bytes | None, place: Place) -> None:
+    def __init__(self, key: bytes | None, place: StorePlace) -> None:
         self._key, self._place = key, place
         self._file: Path | None = None
         if place.remote or key is not None:
@@ -89,7 +89,7 @@ def key_from_file(path: Path, new: bytes | None = None) -> bytes:
 def _create(path: Path, key: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + DRAFT)
-    with locked(path.parent / LOCK_FILE):
+    with lock_store_folder(path.parent / LOCK_FILE):
         if path.exists():  # another process's
             return
         draft.unlink(missing_ok=True)  # of a process that was killed here

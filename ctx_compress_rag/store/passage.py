@@ -14,8 +14,8 @@ import chromadb
 import numpy as np
 
 from ctx_compress_rag.errors import ConfigError, short_repr
-from ctx_compress_rag.store.collection import AppCollection, batches, pages
-from ctx_compress_rag.store.connect import check_apps_own
+from ctx_compress_rag.store.collection import AppCollection, chroma_batches, chroma_pages
+from ctx_compress_rag.store.connect import check_app_collection
 from ctx_compress_rag.strict import as_list
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def listed_passages(
     Raises ConfigError if a document or record is not valid, or if the numbers of ids and documents differ.
     """
     if isinstance(documents, chromadb.Collection):
-        documents = passages_in(documents)
+        documents = collection_passages(documents)
     if isinstance(documents, str | Mapping) or not isinstance(documents, Iterable):
         raise ConfigError(
             f"documents must be a list, got {type(documents).__name__}: put a single text into a list, and in place of "
@@ -179,7 +179,7 @@ def listed_passages(
     return [checked_passage(item, name, place) for place, (item, name) in enumerate(zip(items, names, strict=True))]
 
 
-def unique(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:
+def unique_passages(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:
     """Return passages by id, in order. Raise ConfigError if an id is given twice.
 
     With `repeats`, an id may come twice with the same text, as from a retriever. Equal texts without ids always may.
@@ -206,7 +206,7 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
     return listed
 
 
-def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
+def collection_passages(collection: chromadb.Collection) -> Iterator[Passage]:
     """Yield the passages of the app's collection, read page by page, without records whose text is missing or blank.
 
     Records that the app's search cannot find are included, with a warning. Raises ConfigError for another object.
@@ -214,9 +214,9 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
     if not isinstance(collection, chromadb.Collection):
         kind = f"{type(collection).__module__}.{type(collection).__qualname__}"
         raise ConfigError(f"{kind} is not a chromadb.Collection: give client.get_collection(NAME) of a Chroma client")
-    check_apps_own(collection)
+    check_app_collection(collection)
     records = AppCollection(collection)
-    for ids in pages(records.ids()):
+    for ids in chroma_pages(records.ids()):
         for id, (text, metadata) in records.texts(ids).items():
             if text and text.strip():
                 yield Passage(text, id, metadata)
@@ -232,7 +232,7 @@ def passages_in(collection: chromadb.Collection) -> Iterator[Passage]:
 
 def passage_batches(passages: Mapping[str, Passage]) -> Iterator[dict[str, Passage]]:
     """Yield passages in order, in batches to compress and write together."""
-    return batches(passages, lambda passage: len(passage.text), _BATCH_CHARACTERS)
+    return chroma_batches(passages, lambda passage: len(passage.text), _BATCH_CHARACTERS)
 
 
 def _utf8(text: str, label: str) -> bytes:

@@ -26,9 +26,9 @@ from chromadb.api.client import Client
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
 from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
-from ctx_compress_rag.store.chroma_errors import disk_fault, explained, lacks_room
-from ctx_compress_rag.store.chroma_internals import check_not_forked, has_chroma_database, open_engine
-from ctx_compress_rag.store.threads import limited, shielded
+from ctx_compress_rag.store.chroma_errors import disk_fault, disk_lacks_room, raising_store_errors
+from ctx_compress_rag.store.chroma_internals import check_chroma_not_forked, has_chroma_database, open_chroma_engine
+from ctx_compress_rag.store.threads import limit_wait, shielded_from_interrupts
 
 DEFAULT_TIMEOUT = 30.0
 """Seconds that a write waits for other writes."""
@@ -47,8 +47,8 @@ _UNFINISHED, _FINISHED = b"w", b"."  # what ends a generation number
 _POLL = 0.002
 
 
-class Place(ABC):
-    """The place of Chroma collections. Use its context managers only within `shielded` calls."""
+class StorePlace(ABC):
+    """The place of Chroma collections. Use its context managers only within `shielded_from_interrupts` calls."""
 
     where: str  # the address, for messages
     remote = False  # whether it is on a server, so that other machines may use it, too
@@ -104,7 +104,7 @@ class Place(ABC):
         )
 
 
-class Server(Place):
+class StoreServer(StorePlace):
     """A Chroma server, or memory, used through the app's own client."""
 
     def __init__(self, client: ClientAPI) -> None:
@@ -113,30 +113,30 @@ class Server(Place):
         self.remote = bool(host)
         self.where = f"the Chroma server {host}:{settings.chroma_server_http_port}" if host else "memory"
         if not host:
-            check_not_forked()  # an engine in memory
+            check_chroma_not_forked()  # an engine in memory
         self._client = client
 
     @contextmanager
     def reading(self, timeout: float) -> Iterator[ClientAPI]:
-        with limited(timeout, partial(self._silent, timeout)), explained(self.where):
+        with limit_wait(timeout, partial(self._silent, timeout)), raising_store_errors(self.where):
             yield self._client
 
     @contextmanager
     def writing(self, timeout: float) -> Iterator[ClientAPI]:
-        with explained(self.where, writing=True):
+        with raising_store_errors(self.where, writing=True):
             yield self._client
 
     def close(self) -> None:
         pass  # the client is the app's
 
 
-class Folder(Place):
+class StoreFolder(StorePlace):
     """A Chroma folder, used through an engine of this library, which is never older than the folder's last write."""
 
     folder: Path
 
     def __init__(self, path: Path, tenant: str = DEFAULT_TENANT, database: str = DEFAULT_DATABASE) -> None:
-        check_not_forked()
+        check_chroma_not_forked()
         self.where, self.folder = str(path), path.resolve()
         self._tenant, self._database = tenant, database
         self._engine: Client | None = None
@@ -154,10 +154,10 @@ class Folder(Place):
         if not has_chroma_database(self.folder):
             yield None
             return
-        with limited(2 * timeout, partial(self._silent, timeout)), self._shared(timeout):
+        with limit_wait(2 * timeout, partial(self._silent, timeout)), self._shared(timeout):
             generation = self._read_generation()[:-1]
             try:
-                with explained(self.where, self.folder):
+                with raising_store_errors(self.where, self.folder):
                     if self._engine is None or generation != self._generation:
                         self._reopen(generation)
                     yield self._engine
@@ -171,7 +171,7 @@ class Folder(Place):
             # Before the first write, so that readers reopen their engines even if this process is killed.
             generation, state = secrets.token_bytes(8), _UNFINISHED if self.interrupted() else _FINISHED
             self._write_generation(generation + _UNFINISHED)
-            with explained(self.where, self.folder, writing=True):
+            with raising_store_errors(self.where, self.folder, writing=True):
                 self._reopen(generation)
                 assert self._engine is not None
                 yield self._engine
@@ -181,7 +181,7 @@ class Folder(Place):
         with self._writable(timeout):
             pass
 
-    @shielded
+    @shielded_from_interrupts
     def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -190,12 +190,12 @@ class Folder(Place):
     def interrupted(self) -> bool:
         return self._read_generation().endswith(_UNFINISHED)
 
-    @shielded
+    @shielded_from_interrupts
     def mended(self) -> None:
         with self._alone(DEFAULT_TIMEOUT):
             self._write_generation(self._read_generation()[:-1] + _FINISHED)
 
-    @shielded
+    @shielded_from_interrupts
     def back_up(self, target: Path, timeout: float = DEFAULT_TIMEOUT) -> None:
         """Copy the folder, with its key, to `target`, completely or not at all. Writers wait meanwhile.
 
@@ -223,8 +223,8 @@ class Folder(Place):
     @contextmanager
     def _shared(self, timeout: float) -> Iterator[None]:
         with ExitStack() as access:
-            with locked(self.folder / TURN_FILE, timeout):
-                access.enter_context(locked(self.folder / ACCESS_FILE, timeout))
+            with lock_store_folder(self.folder / TURN_FILE, timeout):
+                access.enter_context(lock_store_folder(self.folder / ACCESS_FILE, timeout))
             yield
 
     @contextmanager
@@ -234,7 +234,7 @@ class Folder(Place):
         except OSError as error:
             raise StoreWriteError(f"cannot make the folder {self.where} ({error.strerror}): give another") from error
         with self._alone(timeout):
-            if fault := lacks_room(self.folder):
+            if fault := disk_lacks_room(self.folder):
                 # Not only after Chroma has failed: what it then cannot apply, it tries to apply before each read.
                 raise StoreWriteError(f"cannot write to {self.where} ({fault}): make room")
             yield
@@ -243,12 +243,12 @@ class Folder(Place):
     def _alone(self, timeout: float) -> Iterator[None]:
         # The caller's limit is for other writers: the readers before it are soon done.
         queue, turn, access = (self.folder / name for name in (LOCK_FILE, TURN_FILE, ACCESS_FILE))
-        with locked(queue, timeout), locked(turn), locked(access):
+        with lock_store_folder(queue, timeout), lock_store_folder(turn), lock_store_folder(access):
             yield
 
     def _reopen(self, generation: bytes) -> None:
         self.close()
-        self._engine, self._generation = open_engine(self.folder, self._tenant, self._database), generation
+        self._engine, self._generation = open_chroma_engine(self.folder, self._tenant, self._database), generation
 
     def _read_generation(self) -> bytes:
         try:
@@ -270,7 +270,7 @@ class Folder(Place):
 
 
 @contextmanager
-def locked(file: Path, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
+def lock_store_folder(file: Path, timeout: float = DEFAULT_TIMEOUT) -> Iterator[None]:
     """Hold the lock `file` of a folder during the block. Raise StoreLockedError after `timeout` seconds of waiting."""
     # A new object each time: one that is shared lets every thread in.
     lock = filelock.FileLock(file, timeout=timeout, poll_interval=_POLL, thread_local=False)

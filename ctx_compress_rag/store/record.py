@@ -46,7 +46,7 @@ class Record:
     slots: int
     tokens: int  # number of source tokens that the slots stand for
     payload_hash: str
-    sentences: str  # vectors of the passage's sentences, see `sentences.pack`, or ""
+    sentences: str  # vectors of the passage's sentences, see `sentences.pack_sentence_vectors`, or ""
     signature: str = ""  # covers collection's name, id (and so the scope), hashes, marker id, counts and metadata
 
     @classmethod
@@ -55,15 +55,15 @@ class Record:
     ) -> Record:
         """Return the unsigned record of a passage. Raise PayloadError, with the id, if the codec cannot hold `soft`."""
         try:
-            payload = codecs.encode(soft, codec)
+            payload = codecs.encode_soft_context(soft, codec)
         except PayloadError as error:
             raise PayloadError(f"passage {passage.id!r} was compressed to something unusable: {error}") from error
         return cls(
             payload=payload,
             text=base64.b64encode(zlib.compress(passage.text.encode())).decode("ascii"),
             metadata=_json(passage.metadata),
-            text_hash=text_hash(fingerprint, id, passage),
-            full_hash=full_hash(fingerprint, id, passage),
+            text_hash=record_text_hash(fingerprint, id, passage),
+            full_hash=record_full_hash(fingerprint, id, passage),
             marker=marker,
             slots=soft.n_slots,
             tokens=soft.n_tokens,
@@ -73,7 +73,7 @@ class Record:
 
     def relabeled(self, id: str, passage: Passage, fingerprint: str) -> Record:
         """Return a copy of the record with the passage's metadata, which must be signed again."""
-        return replace(self, metadata=_json(passage.metadata), full_hash=full_hash(fingerprint, id, passage))
+        return replace(self, metadata=_json(passage.metadata), full_hash=record_full_hash(fingerprint, id, passage))
 
     def signed(self, id: str, signer: Signer, collection: str) -> Record:
         return replace(self, signature=signer.sign(*self._signed(id, collection)))
@@ -84,14 +84,14 @@ class Record:
         values: dict[str, Any] = {field.name: row.get(field.name) for field in fields(cls)}
         for field in fields(cls):
             if type(values[field.name]).__name__ != field.type:  # an annotation is a string here
-                raise damaged(id, f"{field.name} is {short_repr(values[field.name])}, not {field.type}")
+                raise damaged_record(id, f"{field.name} is {short_repr(values[field.name])}, not {field.type}")
         return cls(**values)
 
     def check_signature(self, id: str, signer: Signer, collection: str) -> None:
         """Raise PayloadError if the record, as it is now, was not signed with this key for this collection."""
         right = signer.sign(*self._signed(id, collection))
         if not hmac.compare_digest(self.signature.encode("utf-8", "replace"), right.encode()):
-            raise damaged(
+            raise damaged_record(
                 id,
                 "it was changed, signed with another key (set CTX_COMPRESS_KEY to that key), or made for a collection "
                 "of another name (give it its name again)",
@@ -100,15 +100,15 @@ class Record:
     def check_payload(self, id: str) -> None:
         """Raise PayloadError, with the passage's id, if the payload is not the signed one. It is not decoded."""
         if _hash(self.payload) != self.payload_hash:
-            raise damaged(id, "its payload was changed after it was signed")
+            raise damaged_record(id, "its payload was changed after it was signed")
 
     def soft_context(self, id: str) -> SoftContext:
         """Return the decoded soft context. Raise PayloadError, with the passage's id, if the payload is damaged."""
         self.check_payload(id)
         try:
-            return codecs.decode(self.payload)
+            return codecs.decode_soft_context(self.payload)
         except PayloadError as error:
-            raise damaged(id, error) from error
+            raise damaged_record(id, error) from error
 
     def passage(self, id: str, fingerprint: str) -> StoredPassage:
         """Return the passage without its slots. Raise PayloadError, with the passage's id, if the record is damaged."""
@@ -125,7 +125,7 @@ class Record:
                 raise ValueError(f"its metadata are a {type(metadata).__name__}")
             return StoredPassage(passage_id(id), text, metadata, self.slots, self.tokens, self.sentences)
         except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
-            raise damaged(id, error) from error
+            raise damaged_record(id, error) from error
 
     def _signed(self, id: str, collection: str) -> tuple[str, ...]:
         hashes, counts = (self.text_hash, self.payload_hash), (str(self.slots), str(self.tokens))
@@ -141,11 +141,11 @@ def passage_id(record: str) -> str:
     return record[_SCOPE_DIGITS + 1 :]
 
 
-def owned(record: str, scope: str) -> bool:
+def owned_by_scope(record: str, scope: str) -> bool:
     return record.startswith(f"{_digest(scope)}/")
 
 
-def readable(scope: str) -> list[str]:
+def readable_scopes(scope: str) -> list[str]:
     """Return the scopes whose passages a scope may read, itself first."""
     return list(dict.fromkeys((scope, DEFAULT_SCOPE)))
 
@@ -164,17 +164,17 @@ def _digest(scope: str) -> str:
     return hashlib.sha256(scope.encode("utf-8", "surrogatepass")).hexdigest()[:_SCOPE_DIGITS]
 
 
-def text_hash(fingerprint: str, id: str, passage: Passage) -> str:
+def record_text_hash(fingerprint: str, id: str, passage: Passage) -> str:
     """Return a hash of bundle, record id and text. If it is unchanged, the passage need not be compressed again."""
     return _hash(fingerprint, id, passage.text)
 
 
-def full_hash(fingerprint: str, id: str, passage: Passage) -> str:
+def record_full_hash(fingerprint: str, id: str, passage: Passage) -> str:
     """Return a hash of bundle, record id, text and metadata. If it is unchanged, the record need not be written."""
     return _hash(fingerprint, id, passage.text, _json(passage.metadata))
 
 
-def damaged(id: str, reason: object) -> PayloadError:
+def damaged_record(id: str, reason: object) -> PayloadError:
     """Return the error for a record with this id that cannot be read for this reason."""
     return PayloadError(
         f"the record of passage {passage_id(id)!r} is damaged ({reason}): delete the passage and add it again "

@@ -18,21 +18,21 @@ from ctx_compress_rag.errors import (
 )
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
-from ctx_compress_rag.store.collection import Collection, Row, batches, pages
+from ctx_compress_rag.store.collection import ChromaCollection, Row, chroma_batches, chroma_pages
 from ctx_compress_rag.store.key import StoreKey
 from ctx_compress_rag.store.marker import Marker, Signer
-from ctx_compress_rag.store.passage import Passage, StoreInfo, listed_passages, unique
-from ctx_compress_rag.store.place import Place
+from ctx_compress_rag.store.passage import Passage, StoreInfo, listed_passages, unique_passages
+from ctx_compress_rag.store.place import StorePlace
 from ctx_compress_rag.store.record import (
     Record,
-    full_hash,
     passage_id,
-    readable,
+    readable_scopes,
+    record_full_hash,
     record_id,
+    record_text_hash,
     scoped_marker_id,
-    text_hash,
 )
-from ctx_compress_rag.store.sentences import pack, sentence_vectors
+from ctx_compress_rag.store.sentences import pack_sentence_vectors, sentence_vectors
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -57,12 +57,12 @@ class Changes:
     unchanged: int
 
 
-class Records(Collection):
+class Records(ChromaCollection):
     """The Chroma collection of a store. `SoftContextStore` describes the arguments and the errors. Thread-safe."""
 
     def __init__(
         self,
-        place: Place,
+        place: StorePlace,
         name: str,
         bundle: Bundle,
         key: StoreKey,
@@ -134,15 +134,17 @@ class Records(Collection):
 
         With `texts`, one for each id, only a record with that text is returned.
         """
-        passages = None if texts is None else unique(listed_passages(texts, ids), repeats=True)
-        places = readable(scope)
+        passages = None if texts is None else unique_passages(listed_passages(texts, ids), repeats=True)
+        places = readable_scopes(scope)
         stored = self.rows([record_id(id, place) for id in ids for place in places])
         found: dict[str, tuple[str, Record]] = {}
         for id in dict.fromkeys(ids):
             for key in (record_id(id, place) for place in places):
                 if key not in stored:
                     continue
-                if passages and stored[key].get("text_hash") != text_hash(self._bundle.fingerprint, key, passages[id]):
+                if passages and stored[key].get("text_hash") != record_text_hash(
+                    self._bundle.fingerprint, key, passages[id]
+                ):
                     continue
                 found[id] = (key, self._verified(key, stored[key]))
                 break
@@ -150,7 +152,9 @@ class Records(Collection):
 
     def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
         """Return the record id and the record of each marker's passage. Raise MissingPassageError if one is missing."""
-        wanted = {each: [scoped_marker_id(each.passage, place) for place in readable(each.scope)] for each in markers}
+        wanted = {
+            each: [scoped_marker_id(each.passage, place) for place in readable_scopes(each.scope)] for each in markers
+        }
         rows = self.rows_with("marker", [name for names in wanted.values() for name in names])
         by_name = {row["marker"]: id for id, row in rows.items()}
         found = {each: id for each, names in wanted.items() for name in reversed(names) if (id := by_name.get(name))}
@@ -168,9 +172,9 @@ class Records(Collection):
         wanted = list(dict.fromkeys((str(each.id), each.text) for each in passages))
         while wanted:  # in turns, if an id comes with several texts
             turn = dict(reversed(wanted))
-            for place in readable(scope):
+            for place in readable_scopes(scope):
                 rest = {record_id(id, place): Passage(text, id) for id, text in turn.items() if (id, text) not in held}
-                found = map(passage_id, self._matching("text_hash", text_hash, rest))
+                found = map(passage_id, self._matching("text_hash", record_text_hash, rest))
                 held.update((id, turn[id]) for id in found)
             wanted = [(id, text) for id, text in wanted if turn[id] != text]
         return [(str(each.id), each.text) in held for each in passages]
@@ -182,7 +186,9 @@ class Records(Collection):
         """
         found: dict[str, bool] = {}
         everything = self.ids()
-        for ids in pages(everything if sample is None else random.sample(everything, min(sample, len(everything)))):
+        for ids in chroma_pages(
+            everything if sample is None else random.sample(everything, min(sample, len(everything)))
+        ):
             for id, row in self.rows(ids).items():
                 signed = intact = False
                 with suppress(PayloadError):
@@ -200,9 +206,9 @@ class Records(Collection):
 
     def compare(self, passages: Mapping[str, Passage]) -> Changes:
         """Return which of these passages, by record id, must be written. Raise StoreError if writing is impossible."""
-        same = self._matching("full_hash", full_hash, passages)
+        same = self._matching("full_hash", record_full_hash, passages)
         rest = {key: passage for key, passage in passages.items() if key not in same}
-        relabeled = self._matching("text_hash", text_hash, rest)
+        relabeled = self._matching("text_hash", record_text_hash, rest)
         labels = {key: passage for key, passage in rest.items() if key in relabeled}
         texts = {key: passage for key, passage in rest.items() if key not in relabeled}
         if texts:
@@ -233,7 +239,7 @@ class Records(Collection):
         if records:
             self._key.keep()
         rows = {id: asdict(record.signed(id, self.signer, self.name)) for id, record in records.items()}
-        for part in batches(rows, _size, _WRITE_BYTES):
+        for part in chroma_batches(rows, _size, _WRITE_BYTES):
             try:
                 self.upsert(list(part), [_EMBEDDING] * len(part), list(part.values()))
             except StoreError as error:
@@ -249,7 +255,9 @@ class Records(Collection):
         """Return the vectors of each passage's sentences, or "" if the bundle shows none or MiniLM is not installed."""
         if self._bundle.config.text_share:
             with suppress(MissingExtraError):
-                return list(map(pack, sentence_vectors([passage.text for passage in passages.values()])))
+                return list(
+                    map(pack_sentence_vectors, sentence_vectors([passage.text for passage in passages.values()]))
+                )
         return [""] * len(passages)
 
     def _matching(
@@ -265,10 +273,10 @@ class Records(Collection):
         return record
 
 
-def summarize(records: Collection, about: Row) -> StoreInfo:
+def summarize_store(records: ChromaCollection, about: Row) -> StoreInfo:
     """Return the contents and size of a store from its records and metadata. Damaged records do not count."""
     count = slots = tokens = payload_size = 0
-    for ids in pages(records.ids()):
+    for ids in chroma_pages(records.ids()):
         for row in records.rows(ids).values():
             each, stand_for, payload = row.get("slots"), row.get("tokens"), row.get("payload")
             if isinstance(each, int) and isinstance(stand_for, int) and isinstance(payload, str):

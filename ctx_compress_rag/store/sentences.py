@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ctx_compress_rag.models.sentence_embedding import passage_vectors
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.codec import decode, encode
+from ctx_compress_rag.store.codec import decode_soft_context, encode_soft_context
 from ctx_compress_rag.text.sentences import sentences
 
 Vectors = NDArray[np.float32]
@@ -31,14 +31,14 @@ def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
     return np.split(passage_vectors(flat), np.cumsum([len(own) for own in parts])[:-1])
 
 
-def pack(vectors: Vectors) -> str:
+def pack_sentence_vectors(vectors: Vectors) -> str:
     """Return vectors (sentences, 384) as text for a record, in 8 bits. The error of a cosine is below 0.01."""
-    return encode(SoftContext(torch.from_numpy(vectors), torch.ones(len(vectors), dtype=torch.int64)))
+    return encode_soft_context(SoftContext(torch.from_numpy(vectors), torch.ones(len(vectors), dtype=torch.int64)))
 
 
-def unpack(packed: str, count: int) -> Vectors | None:
-    """Return the vectors (count, 384) that `pack` wrote, or None if `pack` wrote another number of vectors, or none."""
+def unpack_sentence_vectors(packed: str, count: int) -> Vectors | None:
+    """Return the vectors (count, 384) that `pack_sentence_vectors` wrote, or None if it wrote another number or none."""
     if not packed:
         return None
-    vectors: Vectors = decode(packed).slots.numpy()
+    vectors: Vectors = decode_soft_context(packed).slots.numpy()
     return vectors if len(vectors) == count else None

@@ -15,7 +15,7 @@ from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreError
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.connect import Location, companion, connect
+from ctx_compress_rag.store.connect import Location, companion_collection, connect_store
 from ctx_compress_rag.store.key import StoreKey
 from ctx_compress_rag.store.marker import (
     DEFAULT_SCOPE,
@@ -31,16 +31,16 @@ from ctx_compress_rag.store.passage import (
     StoreInfo,
     SyncReport,
     checked_ids,
+    collection_passages,
     content_id,
     listed_passages,
     passage_batches,
-    passages_in,
-    unique,
+    unique_passages,
 )
-from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, Place
-from ctx_compress_rag.store.record import owned, passage_id, plain_marker_id, readable, record_id
-from ctx_compress_rag.store.records import Records, summarize
-from ctx_compress_rag.store.threads import caller_gone, shielded
+from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace
+from ctx_compress_rag.store.record import owned_by_scope, passage_id, plain_marker_id, readable_scopes, record_id
+from ctx_compress_rag.store.records import Records, summarize_store
+from ctx_compress_rag.store.threads import caller_gone, shielded_from_interrupts
 from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.strict import as_int, as_seconds, check_known
 
@@ -91,7 +91,7 @@ class SoftContextStore(ProcessBound):
 
     def __init__(
         self,
-        location: Location | Place,
+        location: Location | StorePlace,
         bundle: Bundle,
         *,
         collection: str = "passages",
@@ -114,7 +114,7 @@ class SoftContextStore(ProcessBound):
         timeouts = as_seconds("lock_timeout", lock_timeout), as_seconds("read_timeout", read_timeout)
         if timeouts[1] < _LEAST_TIMEOUT:
             raise ConfigError(f"read_timeout={read_timeout}: give {_LEAST_TIMEOUT} seconds or more; opening takes time")
-        name, place = companion(location, collection), connect(location)
+        name, place = companion_collection(location, collection), connect_store(location)
         self._records = Records(place, name, bundle, StoreKey(key, place), codec, ratio, *timeouts)
         self._writing = threading.Lock()
         self._transient = TransientParts()
@@ -122,7 +122,7 @@ class SoftContextStore(ProcessBound):
 
     # Writing
 
-    @shielded
+    @shielded_from_interrupts
     def add(
         self,
         documents: Iterable[object] | chromadb.Collection,
@@ -154,7 +154,7 @@ class SoftContextStore(ProcessBound):
             StoreWriteError: the folder is read-only, or its disk is full.
         """
         scope = self._scope(scope)
-        checked = unique(listed_passages(documents, ids))
+        checked = unique_passages(listed_passages(documents, ids))
         with self._writing:
             changes = self._records.compare({record_id(id, scope): each for id, each in checked.items()})
             self._records.relabel(changes.labels)
@@ -168,12 +168,12 @@ class SoftContextStore(ProcessBound):
         default, `progress` and the errors are those of `add`.
         """
         before = self.ids(scope)  # what others store after the collection was read is not deleted
-        passages = list(passages_in(collection))
+        passages = list(collection_passages(collection))
         report = self.add(passages, progress=progress, scope=scope)
         gone = sorted(set(before) - {str(passage.id) for passage in passages})
         return SyncReport(report.added, report.updated, report.unchanged, self.delete(gone, scope))
 
-    @shielded
+    @shielded_from_interrupts
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
         """Compress and store the texts that are not stored, and return each text's id in the store, in order.
 
@@ -188,7 +188,7 @@ class SoftContextStore(ProcessBound):
             with self._writing:
                 places = self._places(passages, scope)  # again: another thread may have stored the same passages
                 lacking = {number: each for number, each in enumerate(passages) if places[number] is None}
-                keys = [record_id(str(each.id), place) for each in lacking.values() for place in readable(scope)]
+                keys = [record_id(str(each.id), place) for each in lacking.values() for place in readable_scopes(scope)]
                 # The text that each id stands for: one that is stored under it, else the first of this call.
                 own: dict[str, str | None] = {passage_id(key): None for key in self._records.existing(keys)}
                 missing: dict[str, Passage] = {}
@@ -280,7 +280,7 @@ class SoftContextStore(ProcessBound):
     def ids(self, scope: str | None = None) -> list[str]:
         """Return the ids of the scope's own passages."""
         scope = self._scope(scope)
-        return [passage_id(id) for id in self._records.ids() if owned(id, scope)]
+        return [passage_id(id) for id in self._records.ids() if owned_by_scope(id, scope)]
 
     def __len__(self) -> int:
         """Return the number of passages in all scopes."""
@@ -309,7 +309,7 @@ class SoftContextStore(ProcessBound):
 
     def info(self) -> StoreInfo:
         """Return the contents and the size of the store, with all its scopes. Reads every record."""
-        return summarize(self._records, self._records.about)
+        return summarize_store(self._records, self._records.about)
 
     @property
     def fingerprint(self) -> str:
@@ -403,7 +403,7 @@ class SoftContextStore(ProcessBound):
 
     # Inside
 
-    @shielded
+    @shielded_from_interrupts
     def _delete(self, keys: Sequence[str]) -> int:
         with self._writing:
             present = self._records.existing(keys)

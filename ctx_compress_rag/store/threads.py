@@ -61,7 +61,7 @@ class _Call:
             return result
 
 
-def shielded(function: Callable[P, T]) -> Callable[P, T]:
+def shielded_from_interrupts(function: Callable[P, T]) -> Callable[P, T]:
     """Run each call in a new thread, or directly if the caller is in such a thread or no thread can be started.
 
     If the caller is interrupted, the call goes on, and can ask `caller_gone` whether to stop.
@@ -86,7 +86,7 @@ def shielded(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def limited(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
+def limit_wait(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
     """Raise the error `late()` in the caller of this shielded call if the block takes longer. The block goes on."""
     call: _Call | None = getattr(_here, "call", None)
     if call is None:

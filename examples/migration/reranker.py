@@ -12,7 +12,7 @@ from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from ctx_compress_rag.marking.budget import nearest
+from ctx_compress_rag.marking.budget import nearest_sentences
 from langchain_ctx_compress import CompressedContextPostprocessor
 from migration.app import App, answering, compare, make_app
 
@@ -32,7 +32,7 @@ class Reranker(BaseDocumentCompressor):
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> list[Document]:
         """Return the best documents, best first."""
-        near = nearest([document.page_content for document in documents], query)
+        near = nearest_sentences([document.page_content for document in documents], query)
         best = [max((sentence.similarity for sentence in own), default=-1.0) for own in near]
         order = sorted(range(len(documents)), key=lambda place: -best[place])
         return [documents[place] for place in order[: self.top_n]]

@@ -20,7 +20,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import answer_ids, chat_text
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
@@ -151,7 +151,7 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
     """A prompt with slots goes to the reader's decoder, its adapter and the update on top of each other."""
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
         decoder = Decoder(bundle, store)
-        marked = _chats([replace(q, passages=tuple(mark(store, q.passages, ratio=8))) for q in QUESTIONS])
+        marked = _chats([replace(q, passages=tuple(mark_texts(store, q.passages, ratio=8))) for q in QUESTIONS])
         adapter = random_adapter(bundle.backbone.model, 4, seed=17)
         changed = adapted(decoder, adapter)
         [prompt] = decoder.preparer.prepare(marked[1:2])

@@ -11,7 +11,7 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.evaluation.answering import FULL, SOFT, prompt_of
 from ctx_compress_rag.evaluation.questions import questions_of
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import TEMPLATES
 
@@ -40,7 +40,10 @@ def test_operations_are_those_of_the_matrix_products(tiny_bundle: Any, tmp_path:
         def given(texts: Any) -> Any:
             return prompt_of(TEMPLATES[0], texts(), "What is it about?")
 
-        makers = {FULL: partial(given, lambda: passages), SOFT: partial(given, lambda: mark(store, passages, ratio=8))}
+        makers = {
+            FULL: partial(given, lambda: passages),
+            SOFT: partial(given, lambda: mark_texts(store, passages, ratio=8)),
+        }
         costs = measure(decoder, [makers], progress=False)
         length = {name: decoder.preparer.count_chat_tokens(make()) for name, make in makers.items()}
         slots = sum(soft.merge(2).n_slots for soft in tiny_bundle.compress(list(passages)))

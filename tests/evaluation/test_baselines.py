@@ -9,7 +9,7 @@ from PIL import Image
 
 from ctx_compress_rag.evaluation.baselines import truncate
 from ctx_compress_rag.evaluation.plots import Curve, plot_scores
-from ctx_compress_rag.marking.budget import nearest
+from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from helpers import architectures
 from helpers.sentences import unigram
@@ -53,7 +53,7 @@ def test_truncation_spends_the_budget_in_proportion(budget: int) -> None:
 
 def test_sentences_have_the_encoders_cosine_and_none_is_torn() -> None:
     encoder = load_minilm()
-    near = nearest(PASSAGES, QUESTION)
+    near = nearest_sentences(PASSAGES, QUESTION)
     best = max((part.similarity, part.text) for own in near for part in own)
     assert best[1] == FACT
     # "Dr." ends no sentence.
@@ -64,7 +64,7 @@ def test_sentences_have_the_encoders_cosine_and_none_is_torn() -> None:
         vector = encoder.encode(part.text)
         cosine = float(question @ vector / (question @ question) ** 0.5 / (vector @ vector) ** 0.5)
         assert part.similarity == pytest.approx(cosine, abs=1e-4)
-    assert nearest(["", " \n"], QUESTION) == [[], []]
+    assert nearest_sentences(["", " \n"], QUESTION) == [[], []]
 
 
 def test_the_plot_shows_what_it_is_given(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ctx_compress_rag.evaluation.answering import (
 from ctx_compress_rag.evaluation.baselines import truncate
 from ctx_compress_rag.evaluation.harness import evaluate, systems_of
 from ctx_compress_rag.evaluation.questions import questions_of
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.text.templates import TEMPLATES, messages
 
@@ -57,14 +57,14 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
         asked = encoder.encode(q.question)
         cosines = [float(encoder.similarity(asked, encoder.encode(passage))) for passage in q.passages]
         best = q.passages[cosines.index(max(cosines))]
-        budget = len(preparer.token_ids("\n\n".join(mark(store, q.passages, ratio=8))))
+        budget = len(preparer.token_ids("\n\n".join(mark_texts(store, q.passages, ratio=8))))
         options: dict[str, Any] = {"token_budget": budget, "question": q.question}
         chosen = {
-            BEST: [best] if len(preparer.token_ids(best)) <= budget else mark(store, [best], token_budget=budget),
-            MIXED: mark(store, q.passages, text_share=0.5, scores=cosines, **options),
-            EXTRACTED: mark(store, q.passages, text_share=1, **options),
+            BEST: [best] if len(preparer.token_ids(best)) <= budget else mark_texts(store, [best], token_budget=budget),
+            MIXED: mark_texts(store, q.passages, text_share=0.5, scores=cosines, **options),
+            EXTRACTED: mark_texts(store, q.passages, text_share=1, **options),
             "shouted": shouted(q.passages, tiny_bundle.tokenizer, budget - len(preparer.token_ids("\n\n"))),
-            DEFAULT: mark(store, q.passages, ratio=8, question=q.question, scores=cosines),
+            DEFAULT: mark_texts(store, q.passages, ratio=8, question=q.question, scores=cosines),
         }
         for system, texts in chosen.items():
             assert made[system] == messages(TEMPLATES[0], "\n\n".join(filter(None, texts)), q.question)

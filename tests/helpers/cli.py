@@ -99,7 +99,7 @@ def contents(store: Path) -> dict[str, tuple[Any, ...]]:
     records = {passage_id(id): dict(record) for id, record in zip(soft["ids"], soft["metadatas"], strict=True)}
     assert sorted(rag["ids"]) == sorted(records)
     return {
-        id: (text, metadata, torch.tensor(vector), codecs.decode(records[id].pop("payload")), records[id])
+        id: (text, metadata, torch.tensor(vector), codecs.decode_soft_context(records[id].pop("payload")), records[id])
         for id, text, metadata, vector in zip(
             rag["ids"], rag["documents"], rag["metadatas"], rag["embeddings"], strict=True
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
@@ -142,7 +142,7 @@ def close_store(folder: Path, bundle: Bundle) -> SoftContextStore:
 
 def ask(store: SoftContextStore, texts: list[str] = PASSAGES, question: str = QUESTION, ratio: int = 2) -> list[str]:
     """Texts as the decoder is to read them for a question."""
-    return mark(store, texts, ratio=ratio, question=question)
+    return mark_texts(store, texts, ratio=ratio, question=question)
 
 
 def read(store: SoftContextStore, texts: list[str]) -> tuple[list[str], list[Marker]]:

@@ -17,16 +17,16 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
 from ctx_compress_rag.indexing.build import IndexReport, update_index
-from ctx_compress_rag.indexing.chunking import chunk
-from ctx_compress_rag.indexing.fit import Fit
+from ctx_compress_rag.indexing.chunking import chunk_text
+from ctx_compress_rag.indexing.fit import PassageFit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
-from ctx_compress_rag.indexing.inputs import Input, open_input
+from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.store import Passage
 from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 
-def texts(given: Input) -> dict[str, str]:
+def texts(given: IndexInput) -> dict[str, str]:
     return {text.source: text.text for text in given.texts()}
 
 
@@ -45,7 +45,7 @@ _texts = st.lists(st.sampled_from(_pieces), max_size=80).map("".join)
 @example("😀" * 30, 8, True)
 @example("# A\n\n" + "word " * 50, 16, True)
 def test_passages_fit_and_nothing_is_lost(tiny_tokenizer: Any, text: str, most: int, markdown: bool) -> None:
-    passages = list(chunk(text, tiny_tokenizer, most, markdown=markdown))
+    passages = list(chunk_text(text, tiny_tokenizer, most, markdown=markdown))
     assert "".join("".join(passages).split()) == "".join(text.split())
     assert all(passage == passage.strip() != "" for passage in passages)
     assert all(count(tiny_tokenizer, passage) <= most for passage in passages)
@@ -62,7 +62,7 @@ _marked = [
 @example("👍🏽" * 30, 24)
 def test_passages_begin_and_end_between_characters(tiny_tokenizer: Any, text: str, most: int) -> None:
     rest = regex.findall(r"\X", text)
-    for passage in chunk(text, tiny_tokenizer, most):
+    for passage in chunk_text(text, tiny_tokenizer, most):
         rest = rest[next(n for n, each in enumerate(rest) if not each.isspace()) :]
         length = next(n for n in range(len(rest) + 1) if len("".join(rest[:n])) >= len(passage))
         assert "".join(rest[:length]) == passage
@@ -73,7 +73,7 @@ def test_passages_begin_and_end_between_characters(tiny_tokenizer: Any, text: st
 def test_paragraphs_are_packed_as_long_as_they_fit(tiny_tokenizer: Any) -> None:
     parts = [f"Paragraph {name} says that the river runs south." for name in ("one", "two", "three", "four", "five")]
     two = max(count(tiny_tokenizer, "\n\n".join(parts[i : i + 2])) for i in range(4))
-    assert list(chunk("\n\n".join(parts), tiny_tokenizer, two + 3)) == [
+    assert list(chunk_text("\n\n".join(parts), tiny_tokenizer, two + 3)) == [
         "\n\n".join(parts[:2]),
         "\n\n".join(parts[2:4]),
         parts[4],
@@ -82,7 +82,7 @@ def test_paragraphs_are_packed_as_long_as_they_fit(tiny_tokenizer: Any) -> None:
 
 def test_a_long_paragraph_is_cut_between_sentences(tiny_tokenizer: Any) -> None:
     sentences = [f"In the year 18{i} the mill was sold to another owner." for i in range(10, 30)]
-    passages = list(chunk(" ".join(sentences), tiny_tokenizer, 100))
+    passages = list(chunk_text(" ".join(sentences), tiny_tokenizer, 100))
     assert 1 < len(passages) < len(sentences)
     assert [s for p in passages for s in p.replace("owner. In", "owner.|In").split("|")] == sentences
 
@@ -90,12 +90,12 @@ def test_a_long_paragraph_is_cut_between_sentences(tiny_tokenizer: Any) -> None:
 def test_a_heading_begins_a_passage_in_markdown_alone(tiny_tokenizer: Any) -> None:
     text = "# Guide\n\n## Setup\n\nConnect the hose.\n\n## Use\n\nPress the button."
     setup, use = "# Guide\n\n## Setup\n\nConnect the hose.", "## Use\n\nPress the button."
-    assert list(chunk(text, tiny_tokenizer, 500, markdown=True)) == [setup, use]
-    assert list(chunk(text, tiny_tokenizer, 500)) == [text]
+    assert list(chunk_text(text, tiny_tokenizer, 500, markdown=True)) == [setup, use]
+    assert list(chunk_text(text, tiny_tokenizer, 500)) == [text]
     code = "# Guide\n\n```sh\n# not a heading\n\n# nor this\n```\n\nEnd."
-    assert list(chunk(code, tiny_tokenizer, 500, markdown=True)) == [code]
+    assert list(chunk_text(code, tiny_tokenizer, 500, markdown=True)) == [code]
     underlined = "Guide\n=====\n\nConnect.\n\nUse\n---\n\nPress."
-    assert list(chunk(underlined, tiny_tokenizer, 500, markdown=True)) == [
+    assert list(chunk_text(underlined, tiny_tokenizer, 500, markdown=True)) == [
         "Guide\n=====\n\nConnect.",
         "Use\n---\n\nPress.",
     ]
@@ -103,9 +103,9 @@ def test_a_heading_begins_a_passage_in_markdown_alone(tiny_tokenizer: Any) -> No
 
 def test_a_heading_stays_with_text(tiny_tokenizer: Any) -> None:
     sentence = "The warranty of the pump lasts for five years."
-    first, *rest = chunk("# Pump\n\n## Warranty\n\n" + f"{sentence} " * 20, tiny_tokenizer, 64, markdown=True)
+    first, *rest = chunk_text("# Pump\n\n## Warranty\n\n" + f"{sentence} " * 20, tiny_tokenizer, 64, markdown=True)
     assert first.startswith(f"# Pump\n\n## Warranty\n\n{sentence}") and len(rest) > 1
-    *_, last = chunk(f"{sentence}\n\n# End", tiny_tokenizer, 64, markdown=True)
+    *_, last = chunk_text(f"{sentence}\n\n# End", tiny_tokenizer, 64, markdown=True)
     assert last == f"{sentence}\n\n# End"
 
 
@@ -116,7 +116,7 @@ def test_each_part_of_a_table_begins_with_its_columns_names(tiny_tokenizer: Any)
         "|" + "-" * 36 + "|------:|",
         *(f"{row[:-1]}{' ' * 9}|" for row in rows),
     ]
-    first, *rest = chunk("Parts:\n" + "\n".join(padded) + "\n\nEnd.", tiny_tokenizer, 120, markdown=True)
+    first, *rest = chunk_text("Parts:\n" + "\n".join(padded) + "\n\nEnd.", tiny_tokenizer, 120, markdown=True)
     head = "| name | price |\n|---|---:|\n"
     assert first == "Parts:" and rest.pop() == "End." and len(rest) > 2
     assert all(part.startswith(head) for part in rest)
@@ -133,7 +133,7 @@ def test_text_files_are_read_and_others_left_alone(tmp_path: Path, caplog: pytes
     (tmp_path / "wide.txt").write_text("The moth eats wax.", encoding="utf-16")  # whose bytes are LATIN1, too
     for other in ("x.png", "y.png", "LICENSE", ".hidden.txt", ".git/notes.txt"):
         (tmp_path / other).write_text("not this")
-    scan = open_input(tmp_path)
+    scan = open_index_input(tmp_path)
     assert texts(scan) == {"a/b/Deep.MD": "# deep\n\ntext", "bom.txt": "marked", "empty.txt": " \n"}
     assert scan.cannot_read("latin.txt") and not scan.cannot_read("bom.txt")
     assert scan.skipped() == "skipped: 2 .png, 3 .txt, 1 without a suffix"
@@ -148,7 +148,7 @@ def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 and no more")
     (tmp_path / "broken.docx").write_bytes(b"PK no zip")
     (tmp_path / "plain.txt").write_text("The plain text.")
-    scan = open_input(tmp_path)
+    scan = open_index_input(tmp_path)
     assert {name: text.strip() for name, text in texts(scan).items()} == {
         "page.html": "# Guide\n\nThe amber page.",
         "letter.docx": "The amber letter.",
@@ -158,14 +158,14 @@ def test_documents_are_read_as_markdown(tmp_path: Path, monkeypatch: pytest.Monk
     assert scan.skipped() == "skipped: 1 .docx, 1 .pdf"
     # Without the extra they are counted, and the line says what would read them.
     monkeypatch.setattr("ctx_compress_rag.indexing.documents.find_spec", lambda name: None)
-    scan = open_input(tmp_path)
+    scan = open_index_input(tmp_path)
     assert list(texts(scan)) == ["plain.txt"]
     assert scan.skipped().startswith("skipped: 2 .docx, 1 .html, 2 .pdf;")
     assert "pip install 'ctx-compress-rag[index]'" in scan.skipped()
 
 
 def update(index: PassageIndex, folder: Path, **options: Any) -> IndexReport:
-    return update_index(index, open_input(folder), **options)
+    return update_index(index, open_index_input(folder), **options)
 
 
 def test_an_index_follows_its_folder(
@@ -185,7 +185,8 @@ def test_an_index_follows_its_folder(
     # One file changes at its end, one is deleted, one can no longer be read, one is new.
     (docs / "file0.txt").write_text("\n\n".join([*paragraphs(0)[:-1], "The last page was torn out."]), encoding="utf-8")
     of_file = {
-        source: [id for id, s in index.roots()[str(docs)].items() if s == source] for source in texts(open_input(docs))
+        source: [id for id, s in index.roots()[str(docs)].items() if s == source]
+        for source in texts(open_index_input(docs))
     }
     (docs / "more" / "file1.txt").unlink()
     (docs / "file2.txt").write_bytes(b"\xff")
@@ -274,7 +275,7 @@ CHINESE = "那一年洪水冲走了河边的老磨坊。主人把剩下的卖给
 def test_passages_that_the_bundle_reads_badly_are_warned_of(
     caplog: pytest.LogCaptureFixture, text: str, said: list[str]
 ) -> None:
-    fit = Fit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+    fit = PassageFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
     for number in range(2):
         fit.look(Passage(text, f"p{number}"))
     fit.warn()
@@ -284,7 +285,7 @@ def test_passages_that_the_bundle_reads_badly_are_warned_of(
 
 
 def test_a_question_in_another_language_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    fit = Fit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+    fit = PassageFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
     for question, said in ((ENGLISH, 0), ("Wie lange dauert die Garantie der Pumpe?", 1), (CHINESE, 1)):
         fit.warn_of_question(question)
         assert len(caplog.records) == said

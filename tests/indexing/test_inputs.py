@@ -16,7 +16,7 @@ from ctx_compress_rag.errors import DataError, StoreError
 from ctx_compress_rag.indexing import index as passage_index
 from ctx_compress_rag.indexing.build import compress_collection, update_index
 from ctx_compress_rag.indexing.index import PassageIndex
-from ctx_compress_rag.indexing.inputs import Input, Text, open_input
+from ctx_compress_rag.indexing.inputs import IndexInput, IndexText, open_index_input
 from ctx_compress_rag.store import AddReport, SoftContextStore
 from helpers.cli import contents, paragraphs, without_rights
 
@@ -31,7 +31,7 @@ def write(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS)
-    first = update_index(index, open_input(file))
+    first = update_index(index, open_index_input(file))
     assert (first.files, first.unchanged) == (len(ROWS), 0) and first.added >= len(ROWS)
     joined = {row["id"]: "".join(row["text"].split()) for row in ROWS}
     held: dict[str, str] = {}
@@ -40,7 +40,7 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
     assert {id: sorted(text) for id, text in held.items()} == {id: sorted(text) for id, text in joined.items()}
 
     write(file, [{"id": "row0", "text": "Another text."}, *ROWS[2:]])
-    second = update_index(index, open_input(file), prune=True)
+    second = update_index(index, open_index_input(file), prune=True)
     assert (second.added, second.vanished) == (1, 0) and second.replaced and second.pruned
     assert sorted(index.store.ids()) == sorted(index.roots()[str(file)])
 
@@ -61,36 +61,36 @@ def test_a_bad_row_is_named_and_the_rows_of_the_store_stay(
     index: PassageIndex, tmp_path: Path, line: str | bytes, said: str
 ) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS[:1])
-    update_index(index, open_input(file))
+    update_index(index, open_index_input(file))
     before = sorted(index.store.ids())
     file.write_bytes(json.dumps(ROWS[1]).encode() + b"\n" + (line.encode() if isinstance(line, str) else line))
     with pytest.raises(DataError, match=f"rows.jsonl, {said}"):
-        update_index(index, open_input(file), prune=True)
+        update_index(index, open_index_input(file), prune=True)
     assert set(before) <= set(index.store.ids())
 
 
 def test_no_rows_are_an_error_and_prune_nothing(index: PassageIndex, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS[:1])
-    update_index(index, open_input(file))
+    update_index(index, open_index_input(file))
     file.write_text("\n")
     with pytest.raises(DataError, match="holds no text"):
-        update_index(index, open_input(file), prune=True)
+        update_index(index, open_index_input(file), prune=True)
     assert len(index) >= 1
     with pytest.raises(DataError, match=r"missing.jsonl': No such file"):
-        open_input(tmp_path / "missing.jsonl")
+        open_index_input(tmp_path / "missing.jsonl")
 
 
-class Endless(Input):
+class Endless(IndexInput):
     """Texts without an end, which says how many were taken."""
 
     taken = 0
 
-    def texts(self) -> Iterator[Text]:
+    def texts(self) -> Iterator[IndexText]:
         while True:
             self.taken += 1
             if self.taken > 2000:
                 raise KeyboardInterrupt
-            yield Text(f"t{self.taken}", f"Passage {self.taken} says that the river runs south.", False, 1)
+            yield IndexText(f"t{self.taken}", f"Passage {self.taken} says that the river runs south.", False, 1)
 
 
 def test_passages_are_stored_before_the_rest_is_read(
@@ -133,16 +133,16 @@ def test_links_to_nothing_or_to_folders_and_devices_are_not_read(tmp_path: Path)
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe.txt")
-    given = open_input(tmp_path)
+    given = open_index_input(tmp_path)
     assert [text.source for text in given.texts()] == ["one.txt"]
     assert given.skipped() == "skipped: 2 .txt"
 
 
 READ = """
 import json, sys
-from ctx_compress_rag.indexing.inputs import open_input
+from ctx_compress_rag.indexing.inputs import open_index_input
 
-given = open_input(sys.argv[1])
+given = open_index_input(sys.argv[1])
 read = [text.source for text in given.texts()]
 print(json.dumps([read, [given.cannot_read(source) for source in sys.argv[2:]], given.skipped()]))
 """
@@ -169,5 +169,5 @@ def test_no_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "one.txt").write_text("A text.")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="path to index is empty"):
-        open_input("")
-    assert [text.source for text in open_input(".").texts()] == ["one.txt"]
+        open_index_input("")
+    assert [text.source for text in open_index_input(".").texts()] == ["one.txt"]

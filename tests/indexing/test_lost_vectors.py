@@ -12,10 +12,10 @@ import pytest
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import StoreError
-from ctx_compress_rag.indexing.index import COLLECTION, PassageCollection, PassageIndex, make_passage, open_index
+from ctx_compress_rag.indexing.index import COLLECTION, PassageCollection, PassageIndex, make_index_passage, open_index
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, passage_vectors
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.place import Folder
+from ctx_compress_rag.store.place import StoreFolder
 from helpers.store import WordBundle, passage
 
 QUICK: Any = {"hnsw": {"space": "cosine", "sync_threshold": 100, "batch_size": 100}}
@@ -40,7 +40,7 @@ def collection(folder: Path, name: str, metadata: Any = None) -> tuple[Any, chro
 
 def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "chroma"
-    passages = [make_passage(passage(n, 6), f"file{n}.txt", "/docs") for n in range(200)]
+    passages = [make_index_passage(passage(n, 6), f"file{n}.txt", "/docs") for n in range(200)]
 
     def add(start: int, end: int) -> None:
         client, raw = collection(folder, COLLECTION, {"ctx_bundle": "words", "ctx_embedder": PACKAGED})
@@ -52,7 +52,7 @@ def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
     lose(folder, add)
     bundle: Any = WordBundle()
-    with suppress(StoreError), Folder(folder).writing(10):
+    with suppress(StoreError), StoreFolder(folder).writing(10):
         raise StoreError("as if the process were killed")
     with PassageIndex(str(folder), bundle, "words", None, PACKAGED) as index:
         assert index.interrupted
@@ -64,8 +64,8 @@ def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_an_index_is_mended_when_it_is_opened(index: PassageIndex, tmp_path: Path) -> None:
-    list(index.add([make_passage("A passage of some words.", "file.txt", "/docs")]))
-    with suppress(StoreError), Folder(tmp_path / "chroma").writing(10):
+    list(index.add([make_index_passage("A passage of some words.", "file.txt", "/docs")]))
+    with suppress(StoreError), StoreFolder(tmp_path / "chroma").writing(10):
         raise StoreError("as if the process were killed")
     with open_index(tmp_path / "chroma") as opened:
         assert not opened.interrupted
@@ -81,7 +81,7 @@ def test_vectors_come_before_soft_contexts_and_go_after_them(
     index: PassageIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an interruption leaves can be found, and is listed for the next run."""
-    made = make_passage("A passage of some words.", "file.txt", "/docs")
+    made = make_index_passage("A passage of some words.", "file.txt", "/docs")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Bundle, "compress", interrupt)
         list(index.add([made]))

@@ -10,8 +10,8 @@ import pytest
 
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.indexing import conversion, documents
-from ctx_compress_rag.indexing.documents import Reader
-from ctx_compress_rag.indexing.inputs import open_input
+from ctx_compress_rag.indexing.documents import DocumentReader
+from ctx_compress_rag.indexing.inputs import open_index_input
 from helpers.cli import write_documents, write_docx, write_pdf
 
 SAID = "BT /F1 12 Tf 72 720 Td {} Tj ET"
@@ -23,8 +23,8 @@ LOCK = f"/ID [<00> <00>] /Encrypt << /Filter /Standard /V 1 /R 2 /O <{'00' * 32}
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    with Reader(tmp_path / "new" / "costly.json") as reader:
+def reader(tmp_path: Path) -> Iterator[DocumentReader]:
+    with DocumentReader(tmp_path / "new" / "costly.json") as reader:
         yield reader
 
 
@@ -36,7 +36,7 @@ def packed_twice(megabytes: int) -> bytes:
 
 
 def test_a_document_that_takes_too_much_is_skipped_and_not_tried_again(
-    tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reader: DocumentReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_documents(tmp_path, "amber")
     monkeypatch.setattr(documents, "MEMORY", 800 << 20)
@@ -52,7 +52,7 @@ def test_a_document_that_takes_too_much_is_skipped_and_not_tried_again(
 
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: pytest.fail("tried again"))
     (tmp_path / "memory.pdf").rename(tmp_path / "other.pdf")
-    with Reader(tmp_path / "new" / "costly.json") as later:
+    with DocumentReader(tmp_path / "new" / "costly.json") as later:
         for name, limit in (("other.pdf", "memory"), ("time.docx", "1 seconds")):
             with pytest.raises(DataError, match=rf"{limit}.*remove .*costly\.json"):
                 later.read(tmp_path / name)
@@ -65,7 +65,7 @@ def test_documents_without_readable_text_are_named_and_counted(
     write_pdf(tmp_path / "locked.pdf", SAID.format("(The report.)").encode(), trailer=LOCK)
     write_pdf(tmp_path / "glyphs.pdf", SAID.format("<000100020003>").encode(), font=FONT_WITHOUT_CHARACTERS)
     (tmp_path / "locked.docx").write_bytes(bytes.fromhex("d0cf11e0a1b11ae1") + bytes(600))
-    given = open_input(tmp_path)
+    given = open_index_input(tmp_path)
     assert [text.source for text in given.texts() if text.text.strip()] == []
     assert given.skipped() == "skipped: 1 .docx, 3 .pdf"
     said = {record.args[0].rpartition("/")[2]: record.getMessage() for record in caplog.records}
@@ -82,7 +82,7 @@ def test_what_a_word_file_is_read_without_is_said(tmp_path: Path) -> None:
         tmp_path / "box.docx", text.format("Seen.") + f"<w:p><w:r><w:drawing><x>{box}</x></w:drawing></w:r></w:p>"
     )
     write_docx(tmp_path / "read.docx", text.format("Seen.") + shape, header1="<w:p/>")
-    given = open_input(tmp_path)
+    given = open_index_input(tmp_path)
     assert [text.text for text in given.texts()] == ["Seen.", "Seen.", "Seen.\n\nIn a box."]
     assert given.skipped().splitlines() == [
         "read without page headers and footers: all.docx",
@@ -95,7 +95,7 @@ def test_tables_and_other_texts_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("part,price\npump,5\n")
     (tmp_path / "b.json").write_text('{"part": "pump"}')
     (tmp_path / "c.rst").write_text("Pump\n====\n")
-    assert [(text.text, text.markdown) for text in open_input(tmp_path).texts()] == [
+    assert [(text.text, text.markdown) for text in open_index_input(tmp_path).texts()] == [
         ("| part | price |\n| --- | --- |\n| pump | 5 |", True),
         ('{"part": "pump"}', False),
         ("Pump\n====\n", True),
@@ -104,9 +104,9 @@ def test_tables_and_other_texts_are_read(tmp_path: Path) -> None:
 
 def test_a_document_whose_text_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.csv").write_text("part,price\npump,5\n")
-    length = len(conversion.read(tmp_path / "a.csv")["text"])
+    length = len(conversion.read_document(tmp_path / "a.csv")["text"])
     monkeypatch.setattr(conversion, "MOST_TEXT", length - 1)
-    assert f"{length} characters" in conversion.read(tmp_path / "a.csv")["error"]
+    assert f"{length} characters" in conversion.read_document(tmp_path / "a.csv")["error"]
 
 
 @pytest.mark.skipif(not find_spec("pptx") or not find_spec("openpyxl"), reason="needs python-pptx and openpyxl")
@@ -121,5 +121,5 @@ def test_slides_and_sheets_are_read(tmp_path: Path) -> None:
     for row in (["part", "price"], ["pump", 5]):
         book.active.append(row)
     book.save(tmp_path / "b.xlsx")
-    slide, sheet = (text.text for text in open_input(tmp_path).texts())
+    slide, sheet = (text.text for text in open_index_input(tmp_path).texts())
     assert "# The amber slide." in slide and "| pump | 5 |" in sheet

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 
 from ctx_compress_rag import SoftContextStore
 from ctx_compress_rag.errors import ConfigError, RatioError
-from ctx_compress_rag.marking.budget import nearest
+from ctx_compress_rag.marking.budget import nearest_sentences
 from helpers.frameworks import FRAMEWORKS, LangChain
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, joined
 
@@ -66,7 +66,9 @@ def test_a_ratio_buys_sentences_and_slots_of_the_best(app: App, framework: Any) 
     shown = "\n\n".join(map(framework.shown, marked))
     assert size - 6 < count(shown) <= size  # a word may be six tokens of this tokenizer
     assert app.store.marker("ferry", 4) in shown and shown.count("[[ctx:") == 1
-    best = max((part.similarity, part.text) for own in nearest(list(TEXTS.values()), QUESTION) for part in own)[1]
+    best = max(
+        (part.similarity, part.text) for own in nearest_sentences(list(TEXTS.values()), QUESTION) for part in own
+    )[1]
     assert best[:20] in shown
     restored = framework.restore(marked, app.store)
     assert restored == [each for each in found if each in restored] and 0 < len(restored) < 4

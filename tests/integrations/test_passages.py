@@ -18,7 +18,7 @@ from ctx_compress_rag.errors import (
     RatioError,
     UnreadableMarkerError,
 )
-from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, content_id
 from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
@@ -183,8 +183,8 @@ NO_LISTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("wrong", NO_LISTS, ids=str)
 def test_what_is_no_list_is_refused_and_an_iterator_is_one(store: SoftContextStore, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="give"):
-        mark(store, **{"texts": [GOOD], **wrong})
-    assert mark(store, iter([GOOD]), iter(["good"])) == [store.marker("good", 4)]  # type: ignore[arg-type]
+        mark_texts(store, **{"texts": [GOOD], **wrong})
+    assert mark_texts(store, iter([GOOD]), iter(["good"])) == [store.marker("good", 4)]  # type: ignore[arg-type]
 
 
 def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask: Ask) -> None:
@@ -245,6 +245,6 @@ def test_a_step_without_a_question_says_how_to_give_it(ram: SoftContextStore, fr
 def test_texts_that_repeat_the_marker_of_one_long_passage_are_bounded_together(store: SoftContextStore) -> None:
     [id] = store.ensure(["w" * 900_000])
     texts = [store.marker(id, 4)] * 20  # 18 million characters
-    assert mark(store, texts[:3], on_missing="error") == texts[:3]
+    assert mark_texts(store, texts[:3], on_missing="error") == texts[:3]
     with pytest.raises(ConfigError, match="900,000 characters, and at most 577,216"):
-        mark(store, texts, on_missing="error")
+        mark_texts(store, texts, on_missing="error")

@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import ConfigError, RatioError
-from ctx_compress_rag.marking.budget import NOTHING, Budget, Retrieved, Sentence, Shown, nearest
-from ctx_compress_rag.marking.mark import mark, relevance
+from ctx_compress_rag.marking.budget import (
+    NOTHING,
+    Budget,
+    RetrievedText,
+    ScoredSentence,
+    ShownPassage,
+    nearest_sentences,
+)
+from ctx_compress_rag.marking.mark import mark_texts, relevance_score
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle
@@ -25,20 +32,20 @@ sentence_lists = st.lists(st.tuples(st.integers(1, 12), st.floats(-1, 1)), min_s
 passage_lists = st.lists(st.tuples(sentence_lists, st.booleans()), min_size=1, max_size=5)
 
 
-def made(rows: Any) -> list[Retrieved]:
+def made(rows: Any) -> list[RetrievedText]:
     """Passages of words that are all different; the second value says whether slots are stored."""
     passages = []
     for number, (own, stored) in enumerate(rows):
         parts = [
-            Sentence(" ".join(f"w{number}.{place}.{word}" for word in range(words)), similarity)
+            ScoredSentence(" ".join(f"w{number}.{place}.{word}" for word in range(words)), similarity)
             for place, (words, similarity) in enumerate(own)
         ]
         text = " ".join(part.text for part in parts)
-        passages.append(Retrieved(text, -(-len(text.split()) // BASE) if stored else 0, parts))
+        passages.append(RetrievedText(text, -(-len(text.split()) // BASE) if stored else 0, parts))
     return passages
 
 
-def count(shown: Sequence[Shown]) -> int:
+def count(shown: Sequence[ShownPassage]) -> int:
     """A word takes a position, slots take two more than there are, and so does a separator between two passages."""
     costs = [len(each.text.split()) + (each.slots + WRAP if each.slots else 0) for each in shown if each != NOTHING]
     return sum(costs) + 2 * max(0, len(costs) - 1)
@@ -82,23 +89,25 @@ def test_sentences_are_the_nearest_until_one_is_cut(rows: Any, size: int) -> Non
         _, number, _, text = ranked[kept]
         more = [each.text for each in shown]
         more[number] += " " + next(word for word in text.split() if word not in said)
-        assert count([Shown(each.strip()) for each in more]) > size
+        assert count([ShownPassage(each.strip()) for each in more]) > size
 
 
 def test_slots_are_as_fine_as_the_budget_allows() -> None:
     passages = made([([(12, 0.1), (12, 0.9)], True), ([(24, 0.5)], True)])  # six slots each
-    assert Budget(passages, 18, count).soft() == [Shown("", 6, 1)] * 2
-    assert Budget(passages, 17, count).soft() == [Shown("", 3, 2)] * 2
+    assert Budget(passages, 18, count).soft() == [ShownPassage("", 6, 1)] * 2
+    assert Budget(passages, 17, count).soft() == [ShownPassage("", 3, 2)] * 2
     # Half of 16 is for six slots and their wrap; six words of the nearest sentence and the separator fill the rest.
     near = passages[0].sentences[1].text.split()
-    assert Budget(passages, 16, count).mixed(1, 0.5) == [Shown(" ".join(near[:6])), Shown("", 6, 1)]
-    assert Budget(passages, 16, count).mixed(0, 0.5) == [Shown(" ".join(near[:8]), 6, 1), NOTHING]
-    assert Budget(passages, 11, count).mixed(1, 1) == [Shown(" ".join(near[:11])), NOTHING]
+    assert Budget(passages, 16, count).mixed(1, 0.5) == [ShownPassage(" ".join(near[:6])), ShownPassage("", 6, 1)]
+    assert Budget(passages, 16, count).mixed(0, 0.5) == [ShownPassage(" ".join(near[:8]), 6, 1), NOTHING]
+    assert Budget(passages, 11, count).mixed(1, 1) == [ShownPassage(" ".join(near[:11])), NOTHING]
 
 
 @pytest.mark.parametrize("text", ["日本語です", "日 本語"])
 def test_a_text_without_spaces_is_cut_between_characters(text: str) -> None:
-    shown = Budget([Retrieved(text, 0, [Sentence(text, 1.0)])], 2, lambda shown: len(shown[0].text.replace(" ", "")))
+    shown = Budget(
+        [RetrievedText(text, 0, [ScoredSentence(text, 1.0)])], 2, lambda shown: len(shown[0].text.replace(" ", ""))
+    )
     assert shown.with_sentences([NOTHING])[0].text.replace(" ", "") == "日本"
 
 
@@ -115,13 +124,13 @@ def test_a_text_without_spaces_is_cut_between_characters(text: str) -> None:
     ],
 )
 def test_a_relevance_is_any_number(score: Any, number: float) -> None:
-    assert relevance(score) == number
+    assert relevance_score(score) == number
 
 
 @pytest.mark.parametrize("score", ["high", [1], torch.tensor([1.0, 2.0]), 10**400], ids=["word", "list", "two", "huge"])
 def test_what_is_no_number_is_refused_by_name(score: Any) -> None:
     with pytest.raises(ConfigError, match="high|1"):
-        relevance(score)
+        relevance_score(score)
 
 
 TEXTS = [
@@ -139,13 +148,13 @@ def test_a_question_encodes_only_itself(tmp_path: Path) -> None:
         store.add(TEXTS, ["a", "b"], progress=False)
         stored = [passage.sentences for passage in store.get_passages(["a", "b"]) if passage]
     assert all(len(packed) < 3000 for packed in stored)
-    expected = nearest(TEXTS, QUESTION)
+    expected = nearest_sentences(TEXTS, QUESTION)
     seen: list[Any] = []
     hook = load_minilm().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]["input_ids"].shape[0]))
     try:
-        found = nearest(TEXTS, QUESTION, stored)
+        found = nearest_sentences(TEXTS, QUESTION, stored)
         assert seen == [1]
-        assert nearest([TEXTS[0] + " And more.", TEXTS[1]], QUESTION, stored)[0][-1].text == "And more."
+        assert nearest_sentences([TEXTS[0] + " And more.", TEXTS[1]], QUESTION, stored)[0][-1].text == "And more."
     finally:
         hook.remove()
     for own, other in zip(found, expected, strict=True):
@@ -157,4 +166,4 @@ def test_a_bundle_that_shows_no_sentences_stores_none(tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, WordBundle(), key=b"k" * 32) as store:
         store.add(TEXTS, ["a", "b"], progress=False)
         assert [passage.sentences for passage in store.get_passages(["a", "b"]) if passage] == ["", ""]
-        assert mark(store, TEXTS, ["a", "b"], question=QUESTION) == store.markers(["a", "b"], 4)
+        assert mark_texts(store, TEXTS, ["a", "b"], question=QUESTION) == store.markers(["a", "b"], 4)

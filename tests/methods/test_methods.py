@@ -14,7 +14,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.store import SoftContextStore
@@ -119,7 +119,7 @@ def test_the_decoder_answers_from_several_passages(make: Callable[..., Bundle], 
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
         chats = []
         for texts in (PASSAGES[:3], PASSAGES[1:3], PASSAGES[:1]):
-            context = "\n\n".join(mark(store, texts, ratio=4, question=QUESTION))
+            context = "\n\n".join(mark_texts(store, texts, ratio=4, question=QUESTION))
             chats.append([{"role": "user", "content": f"{context}\n\nQuestion: {QUESTION}"}])
         decoder = Decoder(bundle, store)
         made = decoder.generate(chats, Sampling(max_tokens=TOKENS))

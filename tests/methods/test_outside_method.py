@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.projections import LinearMap
@@ -85,7 +85,7 @@ def test_a_method_from_outside_is_trained_saved_loaded_stored_and_asked(
     torch.testing.assert_close(soft.slots, gain * bundle.backbone.embeddings.weight.detach()[ids[::4]])
     store = SoftContextStore(str(tmp_path / "chroma"), bundle)
     decoder = Decoder(bundle, store)
-    [answer] = decoder.generate([f"{mark(store, PASSAGES[:1])[0]} Who built the harbour?"])
+    [answer] = decoder.generate([f"{mark_texts(store, PASSAGES[:1])[0]} Who built the harbour?"])
     assert answer.slots == soft.n_slots and answer.completion_tokens > 0
 
 

@@ -18,7 +18,7 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, Missi
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
 from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
@@ -96,16 +96,16 @@ def test_only_the_question_and_skimmed_segments_are_read(bundle: Bundle, store: 
 
 
 def test_marked_twice_is_the_last(store: SoftContextStore) -> None:
-    assert mark(store, ask(store, ratio=4), ratio=2, question=QUESTION) == ask(store, ratio=2)
-    assert ask(store) == mark(store, PASSAGES, question=QUESTION)  # 2 is the least it was trained for
+    assert mark_texts(store, ask(store, ratio=4), ratio=2, question=QUESTION) == ask(store, ratio=2)
+    assert ask(store) == mark_texts(store, PASSAGES, question=QUESTION)  # 2 is the least it was trained for
 
 
 def test_missing_passages_are_left_out_of_the_count(bundle: Bundle, tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, bundle, codec="fp16", key=KEY) as store:
         store.add(PASSAGES[:1], progress=False)
-        alone = mark(store, PASSAGES[:1], ratio=4, question=QUESTION)
-        assert mark(store, PASSAGES, on_missing="text", ratio=4, question=QUESTION) == [*alone, *PASSAGES[1:]]
-        assert mark(store, ["", " \n"], question=QUESTION) == ["", " \n"]
+        alone = mark_texts(store, PASSAGES[:1], ratio=4, question=QUESTION)
+        assert mark_texts(store, PASSAGES, on_missing="text", ratio=4, question=QUESTION) == [*alone, *PASSAGES[1:]]
+        assert mark_texts(store, ["", " \n"], question=QUESTION) == ["", " \n"]
 
 
 def test_what_cannot_be_served_is_refused(store: SoftContextStore) -> None:
@@ -113,13 +113,13 @@ def test_what_cannot_be_served_is_refused(store: SoftContextStore) -> None:
         store.markers([content_id(PASSAGES[0])], ratio=store.base_ratio)
     for question in (None, "", " \n"):
         with pytest.raises(ConfigError, match="needs the question"):
-            mark(store, PASSAGES, question=question)
+            mark_texts(store, PASSAGES, question=question)
     with pytest.raises(ConfigError, match=r"\d+ tokens, too many for a window of \d+: shorten it"):
-        mark(store, PASSAGES, question="Who? " * store.bundle.backbone.window)
+        mark_texts(store, PASSAGES, question="Who? " * store.bundle.backbone.window)
     with pytest.raises(RatioError, match="ratio=1"):
         ask(store, ratio=1)
     with pytest.raises(ConfigError, match="token budget"):
-        mark(store, PASSAGES, token_budget=9, question=QUESTION)
+        mark_texts(store, PASSAGES, token_budget=9, question=QUESTION)
 
 
 def test_segments_unlike_those_that_are_stored_are_noticed(tiny_tokenizer: Any, store: SoftContextStore) -> None:
@@ -142,7 +142,7 @@ def test_training_and_asking_give_the_decoder_the_same(
             objective.ratios = [ratio]
             with prefills(made.reader.own) as trained, torch.no_grad():
                 objective(**RamCollator(objective.builder, [template], 512, seed=0, segment_tokens=4)([asked]))
-            context = "\n\n".join(mark(store, PASSAGES, ratio=ratio, question=QUESTION))
+            context = "\n\n".join(mark_texts(store, PASSAGES, ratio=ratio, question=QUESTION))
             with prefills(made.reader.own) as answered:
                 prompt = messages(template, context, QUESTION)
                 [done] = Decoder(made, store).generate([prompt], Sampling(max_tokens=1))
@@ -197,7 +197,9 @@ def test_the_least_recently_used_go(most: int, steps: list[tuple[bool, int, int]
 
 def test_all_tenants_together_keep_so_many_slots(store: SoftContextStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_transient", TransientParts(40))
-    marked = {who: mark(store, PASSAGES, ratio=2, question=QUESTION, scope=who) for who in ("ann", "bob", "cy", "di")}
+    marked = {
+        who: mark_texts(store, PASSAGES, ratio=2, question=QUESTION, scope=who) for who in ("ann", "bob", "cy", "di")
+    }
     with pytest.raises(MissingPassageError):
         [expand(store, text, "ann") for text in marked["ann"]]
     assert [expand(store, text, "di") for text in marked["di"]] == PASSAGES

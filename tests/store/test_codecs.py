@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.codec import CODECS, decode, encode
+from ctx_compress_rag.store.codec import CODECS, decode_soft_context, encode_soft_context
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 12))
 
@@ -35,7 +35,7 @@ def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
 @given(matrices(float(np.float32(3e38))))
 def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
     """Its own: channels with outliers do not drown the others."""
-    back = decode(encode(context(slots), "int8")).slots.numpy().astype(np.float64)
+    back = decode_soft_context(encode_soft_context(context(slots), "int8")).slots.numpy().astype(np.float64)
     column = np.abs(slots.astype(np.float64)).max(axis=0)
     # Half a step of a scale at most 2**(1/8) above max/127; nothing is promised 2**31 below the largest column.
     step = np.maximum(column, column.max() * 2.0**-31) / 127 * 2**0.125
@@ -45,14 +45,14 @@ def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
 @settings(deadline=None)
 @given(matrices(65504.0))
 def test_fp16_equals_numpy_half(slots: np.ndarray) -> None:
-    back = decode(encode(context(slots), "fp16")).slots.numpy()
+    back = decode_soft_context(encode_soft_context(context(slots), "fp16")).slots.numpy()
     np.testing.assert_array_equal(back, slots.astype(np.float16).astype(np.float32))
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.sampled_from(sorted(CODECS)))
 def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
-    back = decode(encode(context(np.ones((len(counts), 2), np.float32), counts), codec))
+    back = decode_soft_context(encode_soft_context(context(np.ones((len(counts), 2), np.float32), counts), codec))
     assert back.token_counts.tolist() == counts
     assert back.token_counts.dtype == torch.int64
 
@@ -61,7 +61,7 @@ def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_any_float_type_is_taken(codec: str, dtype: torch.dtype) -> None:
     slots = torch.linspace(-2, 2, 12, requires_grad=True).reshape(3, 4).to(dtype)
-    back = decode(encode(SoftContext(slots, torch.tensor([4, 4, 1])), codec))
+    back = decode_soft_context(encode_soft_context(SoftContext(slots, torch.tensor([4, 4, 1])), codec))
     torch.testing.assert_close(back.slots, slots.detach().float(), atol=0.2, rtol=0)
 
 
@@ -71,33 +71,35 @@ def test_values_that_are_not_finite_are_refused(codec: str, value: float) -> Non
     slots = np.ones((3, 4), np.float32)
     slots[1, 2] = value
     with pytest.raises(PayloadError, match="1 of 12"):
-        encode(context(slots), codec)
+        encode_soft_context(context(slots), codec)
 
 
 def test_fp16_overflow_is_refused_and_int8_takes_it() -> None:
     slots = np.full((2, 3), 65505.0, np.float32)
     with pytest.raises(PayloadError, match=r"65504.*int8"):
-        encode(context(slots), "fp16")
-    assert np.abs(decode(encode(context(slots), "int8")).slots.numpy() / slots - 1).max() < 0.01
+        encode_soft_context(context(slots), "fp16")
+    assert (
+        np.abs(decode_soft_context(encode_soft_context(context(slots), "int8")).slots.numpy() / slots - 1).max() < 0.01
+    )
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("shape", [(3, 4), (2, 4)])
 def test_every_cut_and_every_changed_byte_is_noticed(codec: str, shape: tuple[int, int]) -> None:
     """Also its codec's number: 2 x 4 values take as many bytes in int8 as in fp16."""
-    payload = encode(context(np.arange(np.prod(shape), dtype=np.float32).reshape(shape)), codec)
+    payload = encode_soft_context(context(np.arange(np.prod(shape), dtype=np.float32).reshape(shape)), codec)
     raw = base64.b64decode(payload)
     changed = (raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :] for at in range(len(raw)) for bits in range(1, 256))
     for damaged in (*(payload[:end] for end in range(len(payload))), *map(to_text, changed)):
         with pytest.raises(PayloadError):
-            decode(damaged)
+            decode_soft_context(damaged)
 
 
 @settings(deadline=None)
 @given(st.text() | st.binary().map(to_text))
 def test_rubbish_is_a_payload_error(rubbish: str) -> None:
     with pytest.raises(PayloadError):
-        decode(rubbish)
+        decode_soft_context(rubbish)
 
 
 @pytest.mark.parametrize(("second", "value", "named"), [(1, np.nan, "NaN"), (2**31, 2, "cover")])
@@ -106,15 +108,15 @@ def test_what_another_program_wrote_is_checked(second: int, value: float, named:
     body = struct.pack("<II", 4, second) + np.array([1, value], "<f2").tobytes()
     data = struct.pack("<BBIII", 1, CODECS["fp16"].code, 1, 2, 1) + body
     with pytest.raises(PayloadError, match=named):
-        decode(to_text(data + struct.pack("<I", zlib.crc32(data))))
+        decode_soft_context(to_text(data + struct.pack("<I", zlib.crc32(data))))
 
 
 @pytest.mark.parametrize("count", [-1, 2**32])
 def test_a_count_of_tokens_that_no_slot_has_is_refused(count: int) -> None:
     with pytest.raises(PayloadError, match=f"{count} tokens"):
-        encode(SoftContext(torch.ones(2, 3), torch.tensor([4, count])))
+        encode_soft_context(SoftContext(torch.ones(2, 3), torch.tensor([4, count])))
 
 
 def test_unknown_codec_names_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"'int2'.*fp16"):
-        encode(context(np.ones((1, 1), np.float32)), "int2")
+        encode_soft_context(context(np.ones((1, 1), np.float32)), "int2")

@@ -20,7 +20,7 @@ from ctx_compress_rag.errors import (
     RatioError,
     StoreError,
 )
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoredPassage
 from ctx_compress_rag.store.key import KEY_FILE
@@ -55,14 +55,14 @@ def test_a_store_that_holds_nothing_says_so_once_when_passages_are_looked_up(
     """With its place and what else is there, as it may be mistyped. One that is written to says nothing."""
     with SoftContextStore(tmp_path, bundle, collection="manuals") as right:
         right.ensure([passage(0)], ["p0"])
-        assert right.get(["p1"]) == [None] and mark(right, [passage(1)], on_missing="text") == [passage(1)]
+        assert right.get(["p1"]) == [None] and mark_texts(right, [passage(1)], on_missing="text") == [passage(1)]
     with SoftContextStore(tmp_path, bundle, collection="new") as filled:
-        mark(filled, [passage(1)], on_missing="compress")
+        mark_texts(filled, [passage(1)], on_missing="compress")
     assert not caplog.records
     with SoftContextStore(tmp_path, bundle, collection="manual") as mistyped:
         for n in range(2):
             with suppress(MissingPassageError):
-                mistyped.marker("p0", 4) if policy is None else mark(mistyped, [passage(n)], on_missing=policy)
+                mistyped.marker("p0", 4) if policy is None else mark_texts(mistyped, [passage(n)], on_missing=policy)
     [said] = [record.getMessage() for record in caplog.records]
     assert str(tmp_path) in said and "'manual-ctx'" in said and "manuals-ctx" in said
 

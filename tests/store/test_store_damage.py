@@ -11,7 +11,7 @@ import chromadb
 import pytest
 
 from ctx_compress_rag.errors import PayloadError, StoreError
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
 from ctx_compress_rag.store import codec as codecs
 from ctx_compress_rag.store.key import KEY_FILE
@@ -34,7 +34,9 @@ DAMAGE: dict[str, Callable[[Row, Row], Row]] = {
     "a payload cut short": lambda row, other: {"payload": row["payload"][:-8]},
     "a text that is none": lambda row, other: {"text": "!"},
     "no payload": lambda row, other: {"payload": 5},
-    "zero slots of a right checksum": lambda row, other: {"payload": codecs.encode(WordBundle().at("x", 4))},
+    "zero slots of a right checksum": lambda row, other: {
+        "payload": codecs.encode_soft_context(WordBundle().at("x", 4))
+    },
     "no signature": lambda row, other: {"signature": ""},
     "other metadata": lambda row, other: {"metadata": '{"source": "https://elsewhere.example"}'},
     "metadata that are none": lambda row, other: {"metadata": 5},
@@ -107,10 +109,10 @@ def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> Non
         spoil(tmp_path, "zero slots of a right checksum")
         texts = [passage(i) for i in range(3)]
         with pytest.raises(PayloadError, match="'p1' is damaged"):
-            mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="error")
-        left = mark(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="text")
+            mark_texts(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="error")
+        left = mark_texts(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="text")
         assert [text.startswith("[[ctx:") for text in left] == [True, False, True]
-        shown = mark(store, texts, ["p0", "p1", "p2"], scope=scope)
+        shown = mark_texts(store, texts, ["p0", "p1", "p2"], scope=scope)
         markers = [part for text in shown for part in store.split(text, scope)]
         assert [len(call) for call in bundle.calls] == [3, 1]
         assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
@@ -123,11 +125,11 @@ def test_a_broken_signature_costs_its_own_passage_alone(tmp_path: Path, caplog: 
         add(store, 3)
         spoil(tmp_path, "more tokens")
         texts = [passage(i) for i in range(3)]
-        shown = mark(store, texts, ["p0", "p1", "p2"])
+        shown = mark_texts(store, texts, ["p0", "p1", "p2"])
         assert [text.startswith("[[ctx:") for text in shown] == [True, False, True] and shown[1] == passage(1)
         assert "p1" in caplog.text and "another key" in caplog.text
         with pytest.raises(PayloadError, match="'p1' is damaged"):
-            mark(store, texts, ["p0", "p1", "p2"], on_missing="error")
+            mark_texts(store, texts, ["p0", "p1", "p2"], on_missing="error")
 
 
 @pytest.mark.parametrize("key", ["", "short"])

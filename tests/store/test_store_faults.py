@@ -17,10 +17,10 @@ import filelock
 import pytest
 
 from ctx_compress_rag.errors import StoreError, StoreWriteError
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_FILE
-from ctx_compress_rag.store.place import LOCK_FILE, Folder
+from ctx_compress_rag.store.place import LOCK_FILE, StoreFolder
 from helpers.forked import run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
@@ -215,7 +215,7 @@ def test_on_a_full_disk_what_is_stored_is_read_and_the_rest_stays_text(
             with pytest.raises(StoreWriteError, match="make room"):
                 refused()
         assert_same(store.get(["p1"])[0], bundle.at(passage(1), 4))
-        texts = mark(store, [passage(1), passage(77)], ["p1", "new"])
+        texts = mark_texts(store, [passage(1), passage(77)], ["p1", "new"])
         assert texts == [store.marker("p1", 4), passage(77)] and "new" in caplog.text
         (small_disk / "fill").unlink()
         assert add(store, 21).added == 1
@@ -229,7 +229,10 @@ def test_when_others_fill_the_disk_during_a_write_reads_say_so_and_go_on_once_th
         fill = small_disk / "fill"
 
         rows = [{"payload": "x" * 20_000}] * 250
-        with pytest.raises(StoreWriteError, match="make room"), Folder(small_disk / "chroma").writing(30) as client:
+        with (
+            pytest.raises(StoreWriteError, match="make room"),
+            StoreFolder(small_disk / "chroma").writing(30) as client,
+        ):
             fill.write_bytes(bytes(shutil.disk_usage(small_disk).free - (6 << 20)))
             client.get_collection("passages-ctx").upsert([f"p{n}" for n in range(250)], [[0.0]] * 250, rows)
         for _ in range(3):

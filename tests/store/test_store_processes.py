@@ -12,9 +12,9 @@ import pytest
 
 from ctx_compress_rag.errors import StoreLockedError, StoreWriteError
 from ctx_compress_rag.store import AddReport, SoftContextStore
-from ctx_compress_rag.store.collection import Collection
+from ctx_compress_rag.store.collection import ChromaCollection
 from ctx_compress_rag.store.key import KEY_FILE
-from ctx_compress_rag.store.place import ACCESS_FILE, DRAFT, LOCK_FILE, TURN_FILE, Folder, locked
+from ctx_compress_rag.store.place import ACCESS_FILE, DRAFT, LOCK_FILE, TURN_FILE, StoreFolder, lock_store_folder
 from helpers.forked import Forked, run_python
 from helpers.store import WRITE, WordBundle, add, assert_same, passage
 
@@ -76,12 +76,12 @@ def test_a_reader_waits_for_the_write_in_progress_and_a_writer_for_no_new_reader
             with held_lock(tmp_path, file), pytest.raises(StoreLockedError, match="reading or writing"):
                 store.get(["p0"])
         assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
-        waiting = locked(tmp_path / ACCESS_FILE)
+        waiting = lock_store_folder(tmp_path / ACCESS_FILE)
         with waiting, ThreadPoolExecutor(1) as pool:
             written = pool.submit(add, store, 1, 1)
             with pytest.raises(StoreLockedError):  # once the writer waits, its turn comes first
                 while not written.done():
-                    with locked(tmp_path / TURN_FILE, 0):
+                    with lock_store_folder(tmp_path / TURN_FILE, 0):
                         pass
                     time.sleep(0.005)  # longer than the writer's pause between two tries
 
@@ -90,9 +90,9 @@ def test_a_backup_waits_for_the_lock(tmp_path: Path, bundle: WordBundle) -> None
     with SoftContextStore(tmp_path / "chroma", bundle) as store:
         add(store, 2)
     with held_lock(tmp_path / "chroma"), pytest.raises(StoreLockedError):
-        Folder(tmp_path / "chroma").back_up(tmp_path / "copy", timeout=0.1)
+        StoreFolder(tmp_path / "chroma").back_up(tmp_path / "copy", timeout=0.1)
     (tmp_path / "chroma" / f"{KEY_FILE}{DRAFT}").write_text("of a process that was killed")
-    Folder(tmp_path / "chroma").back_up(tmp_path / "copy")
+    StoreFolder(tmp_path / "chroma").back_up(tmp_path / "copy")
     assert sorted(path.name for path in (tmp_path / "copy").glob("ctx*")) == ["ctx-compress.generation", KEY_FILE]
     with SoftContextStore(tmp_path / "copy", bundle) as copy:
         assert all(copy.get(["p0", "p1"]))
@@ -102,15 +102,15 @@ def test_a_backup_waits_for_the_lock(tmp_path: Path, bundle: WordBundle) -> None
 def test_a_search_finds_what_others_have_written_since(tmp_path: Path, killed: bool) -> None:
     code = f"""{WRITE}
 import os
-from ctx_compress_rag.store.collection import Collection
-from ctx_compress_rag.store.place import Folder
-folder = Folder(__import__("pathlib").Path(sys.argv[1]))
+from ctx_compress_rag.store.collection import ChromaCollection
+from ctx_compress_rag.store.place import StoreFolder
+folder = StoreFolder(__import__("pathlib").Path(sys.argv[1]))
 with folder.writing(10) as client:
     client.get_collection("app").add(["new"], [[0.0, 1.0]], documents=["new"])
     if sys.argv[2] == "True":
         os._exit(0)
 """
-    reader = Collection(Folder(tmp_path), "app")
+    reader = ChromaCollection(StoreFolder(tmp_path), "app")
     reader.upsert(["old"], [[1.0, 0.0]], [{"n": 1}], ["old"])
     assert reader.query([[0.0, 1.0]], 1)[0][0][0] == "old" and not reader.interrupted()
     run_python(code, tmp_path, killed)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
-from ctx_compress_rag.marking.mark import expand, mark
+from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store import marker as markers
-from ctx_compress_rag.store.record import owned, passage_id, record_id
+from ctx_compress_rag.store.record import owned_by_scope, passage_id, record_id
 from helpers.store import WordBundle, add, assert_same, passage
 from langchain_ctx_compress import CompressedContextPostprocessor
 
@@ -63,7 +63,9 @@ def test_a_tenants_marker_finds_its_own_record_first(store: SoftContextStore) ->
 def test_what_has_no_scope_is_shared_and_a_tenants_own_comes_first(store: SoftContextStore, bundle: WordBundle) -> None:
     add(store, 2)
     bundle.calls.clear()
-    assert mark(store, [passage(0), passage(1)], ["p0", "p1"], scope="ann") == store.markers(["p0", "p1"], 4, "ann")
+    assert mark_texts(store, [passage(0), passage(1)], ["p0", "p1"], scope="ann") == store.markers(
+        ["p0", "p1"], 4, "ann"
+    )
     assert bundle.calls == []
     store.add([passage(7)], ["p0"], progress=False, scope="ann")
     assert [found.text for found in store.get_passages(["p0", "p1"], "ann")] == [passage(7), passage(1)]
@@ -76,10 +78,10 @@ def test_what_has_no_scope_is_shared_and_a_tenants_own_comes_first(store: SoftCo
 def test_a_tenants_marker_in_a_shared_document_stays_with_the_tenant(store: SoftContextStore) -> None:
     store.add(["a secret of ann"], ["secret"], progress=False, scope="ann")
     shared = f"everyone reads this {store.marker('secret', 4, 'ann')}"
-    [marked] = mark(store, [shared], ["doc1"], ratio=4, scope="ann")
+    [marked] = mark_texts(store, [shared], ["doc1"], ratio=4, scope="ann")
     assert expand(store, marked, "ann") == "everyone reads this a secret of ann"
     assert store.get_passages(["doc1"]) == store.get_passages(["doc1"], "bob") == [None]
-    [theirs] = mark(store, [shared], ["doc1"], ratio=4, scope="bob")
+    [theirs] = mark_texts(store, [shared], ["doc1"], ratio=4, scope="bob")
     assert expand(store, theirs, "bob") == shared
     assert store.ids() == []
 
@@ -96,8 +98,8 @@ def test_no_two_passages_share_a_record(pairs: list[tuple[str, str]]) -> None:
     named = {key: pair for key, pair in zip(keys, pairs, strict=True)}
     assert len(named) == len(pairs)
     for key, (id, scope) in named.items():
-        assert passage_id(key) == id and owned(key, scope)
-        assert not any(owned(key, other) for other in {"default", "ann", "ann/", "bob"} - {scope})
+        assert passage_id(key) == id and owned_by_scope(key, scope)
+        assert not any(owned_by_scope(key, other) for other in {"default", "ann", "ann/", "bob"} - {scope})
 
 
 @pytest.mark.parametrize("scope", ["", "  ", 5])
@@ -114,7 +116,7 @@ def test_a_scope_that_is_no_name_is_refused_everywhere(store: SoftContextStore, 
         lambda: store.delete(["p0"], scope),
         lambda: store.markers(["p0"], 4, scope),
         lambda: store.split("text", scope),
-        lambda: mark(store, [passage(0)], scope=scope),
+        lambda: mark_texts(store, [passage(0)], scope=scope),
         lambda: expand(store, passage(0), scope),
         lambda: markers.scope(scope).__enter__(),
         lambda: CompressedContextPostprocessor(store=store, scope=scope),

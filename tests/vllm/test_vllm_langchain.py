@@ -7,7 +7,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel, Field
 
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from integrations.langchain_app.test_langchain_standard import Model
 from langchain_ctx_compress import ChatCompressedContext
@@ -44,7 +44,7 @@ class Bridge(BaseModel):
 
 async def test_answers_of_a_form(vllm: Any, store: SoftContextStore) -> None:
     llm = ChatCompressedContext(store=store, max_tokens=60, **vllm.fields).with_structured_output(Bridge)
-    marker = mark(store, ["The bridge of Velmora is of stone and has two arches."], ratio=4)[0]
+    marker = mark_texts(store, ["The bridge of Velmora is of stone and has two arches."], ratio=4)[0]
     for asked in ("The bridge?", f"{marker} The bridge?"):
         for answer in (llm.invoke(asked), await llm.ainvoke(asked)):
             assert isinstance(answer, Bridge)

@@ -10,7 +10,7 @@ import pytest
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answering import prompt_of
-from ctx_compress_rag.marking.mark import mark
+from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.store import SoftContextStore
 from helpers.engines import EngineTests
@@ -33,7 +33,7 @@ def here(vllm: Any, store: SoftContextStore) -> Decoder:
 
 @pytest.fixture(scope="module")
 def soft(vllm: Any, store: SoftContextStore) -> list[dict[str, str]]:
-    return prompt_of(vllm.bundle.config.template, mark(store, [PASSAGE], ratio=4), QUESTION)
+    return prompt_of(vllm.bundle.config.template, mark_texts(store, [PASSAGE], ratio=4), QUESTION)
 
 
 class TestMatrix(EngineTests):
@@ -42,7 +42,7 @@ class TestMatrix(EngineTests):
     @pytest.fixture(scope="class")
     def prompts(self, store: SoftContextStore, soft: list[dict[str, str]]) -> list[Any]:
         plain = [{"role": "user", "content": QUESTION}]
-        marker = mark(store, [PASSAGE], ratio=8)[0]
+        marker = mark_texts(store, [PASSAGE], ratio=8)[0]
         again = [*soft, {"role": "assistant", "content": "Orla."}, *plain]
         return [soft, plain, f"{marker}\n\n{QUESTION}", QUESTION, again]
 

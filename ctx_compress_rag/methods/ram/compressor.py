@@ -78,7 +78,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         """Raise a ConfigError, because the stored slots only serve to choose segments."""
         raise ConfigError(
             "a ram bundle reads passages question by question: give the question and a ratio to the postprocessor or "
-            "to `mark`, in place of a token budget or `store.markers`"
+            "to `mark_texts`, in place of a token budget or `store.markers`"
         )
 
     def check_ratio(self, ratio: int, stored: int) -> None:
