@@ -37,7 +37,7 @@ def pack_sentence_vectors(vectors: Vectors) -> str:
 
 
 def unpack_sentence_vectors(packed: str, count: int) -> Vectors | None:
-    """Return the vectors (count, 384) that `pack_sentence_vectors` wrote, or None if it wrote another number or none."""
+    """Return vectors (count, 384) that `pack_sentence_vectors` wrote, or None if it wrote another number or none."""
     if not packed:
         return None
     vectors: Vectors = decode_soft_context(packed).slots.numpy()
