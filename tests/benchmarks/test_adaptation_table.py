@@ -12,18 +12,36 @@ from safetensors.torch import load_file
 from benchmarks.__main__ import main
 from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.run import evaluate
-from benchmarks.adaptation.systems import BaseAdapter, TestTimeSGD, mean_over
+from benchmarks.adaptation.systems import (
+    BaseAdapter,
+    Recipes,
+    System,
+    TestTimeSGD,
+    controls,
+    copy_rule,
+    mean_over,
+)
 from ctx_compress_rag.adaptation.adapt import adapted
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
+from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode, Tasks
-from ctx_compress_rag.adaptation.predicted import PredictedUpdate
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
+from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.prompts import PromptBuilder
+from helpers.adaptation import random_adapter
 from helpers.training import small_recipes
+
+
+@pytest.mark.parametrize("where", ["rag_gd", "rag_gd/demo", "rag_gd/smollm2"])
+def test_shipped_recipes_belong_together(where: str) -> None:
+    recipes = Recipes.find(where)  # refuses those that do not
+    assert sorted(recipes.files, key=lambda file: file.name) == list(recipes.files)  # `train` takes the base first
+    assert len({recipe.output for recipe in (recipes.base, *recipes.others)}) == len(recipes.files) > 1
 
 
 def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -34,7 +52,12 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
     questions = [episode.query.question for episode in asked]
     shown = {d.question for episode in asked for d in episode.support}
     assert len(questions) == len(set(questions)) == 25 - 12 and not shown & set(questions)
+    assert all(episode.accepted[1] == episode.query.question.rstrip("?") for episode in asked)
     assert not {e.query.question for e in tuning} & set(questions) and len(tuning) == 12
+    assert all(e.query.question not in {d.question for d in e.support} for e in tuning)
+    assert [len(part) for part in drawn_apart(tasks, 4, 3, 2)] == [4, 3]
+    with pytest.raises(DataError, match="more has 25 questions: 12 demonstrations need 26"):
+        drawn_apart(tasks, 4, 4, 12)
 
 
 def test_the_command_trains_and_scores(
@@ -92,11 +115,25 @@ def test_the_command_trains_and_scores(
             each = [metric(a, [e.query.answer]) for a, e in zip(kept[name], episodes, strict=True)]
             score = scores[name][key]
             assert score["low"] <= score["value"] == pytest.approx(sum(each) / len(episodes))
+    costs = [scores[name]["cost"]["adapt_flops"] for name in ("base adapter", "RAG-GD, K=1", "TT-SGD, K=1")]
+    assert costs[0] == 0 < costs[1] < costs[2] / 1.5  # a pass forward, and one backward, too
     updates = [update.adapt(adaptive, episode.support) for episode in episodes]
     assert mean.base is not None
     for name in base.a:  # changes of weights, the base's among them
         change = sum(a.b[name] @ a.a[name] for a in updates) / len(updates)
         torch.testing.assert_close(mean.base.b[name] @ mean.base.a[name], change, atol=1e-5, rtol=1e-4)
+
+
+def test_controls_take_anothers_demonstrations_and_copy_their_ending(adaptive: Decoder) -> None:
+    base = random_adapter(adaptive.bundle.backbone.model, 2, seed=3)
+    config = PredictorConfig(inner_steps=1, inner_learning_rate=0.1, demonstrations=1, hidden=8, code=4)
+    update = PredictedUpdate.build(base, adaptive.bundle, config)
+    shown = [Demonstration(f"{n}?", (f"Text {n}.",), f"{n} in wool snow") for n in range(4)]
+    asked = [Episode(task, (one,), one) for task, one in zip("aabb", shown, strict=True)]
+    [mean, swapped] = controls([System("RAG-GD, K=1", update)], adaptive, asked)
+    assert isinstance(mean.adaptation, BaseAdapter) and swapped.adaptation is update
+    assert [e.support for e in swapped.given(asked)] == [(shown[place],) for place in (2, 2, 0, 0)]
+    assert copy_rule().finish("5", replace(asked[0], support=tuple(shown))) == "5 in wool snow"
 
 
 def said_by(folder: Path, system: str) -> list[str]:

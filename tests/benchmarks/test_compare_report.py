@@ -21,16 +21,18 @@ CLAIMS = Comparison.model_construct(
 )
 
 
-def scored(entries: dict[str, dict[int, list[float]]], guessed: list[float] | None = None) -> Results:
-    """Results with these F1 scores of entries at ratios, and without context or with another question's slots."""
-    guesses = guessed or [0.0] * COUNT
+def scored(
+    entries: dict[str, dict[int, list[float]]], none: list[float] | None = None, control: list[float] | None = None
+) -> Results:
+    """Results with these F1 scores of entries at ratios, without context, and with another question's slots."""
+    none, control = none or [0.0] * COUNT, control or [0.0] * COUNT
 
     def row(name: str, by_ratio: dict[int, list[float]]) -> EntryRow:
         cells = {ratio: Cell(f1, f1, None, 64 / ratio, ratio, 8.0) for ratio, f1 in by_ratio.items()}
-        return EntryRow(name, "mean_pooling", cells, {"interrupted": False}, guesses)
+        return EntryRow(name, "mean_pooling", cells, {"interrupted": False}, control)
 
     full = [1.0] * COUNT
-    return Results({}, full, guesses, full, guesses, [row(*entry) for entry in entries.items()], [])
+    return Results({}, full, none, full, none, [row(*entry) for entry in entries.items()], [])
 
 
 def test_pairing_narrows_the_interval() -> None:
@@ -64,12 +66,16 @@ def test_orderings_say_what_held() -> None:
         (0.3, 0.0, "held"),  # far apart, and the winner does
     ],
 )
-def test_an_ordering_says_nothing_of_entries_that_do_not_read(winner: float, loser: float, verdict: str) -> None:
+@pytest.mark.parametrize("guessed", ["none", "control"])
+def test_an_ordering_says_nothing_of_entries_that_do_not_read(
+    winner: float, loser: float, verdict: str, guessed: str
+) -> None:
     """A tenth is answered without a context, or with any slots, and by entries that do not read theirs."""
     rng = np.random.default_rng(0)
     noise = (rng.random(COUNT) * 0.2).tolist()
     pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
-    line = orderings(CLAIMS, scored({"pooled": {8: pooled}, "coarse": {8: coarse}}, rng.permutation(noise).tolist()))[0]
+    guesses = {guessed: rng.permutation(noise).tolist()}
+    line = orderings(CLAIMS, scored({"pooled": {8: pooled}, "coarse": {8: coarse}}, **guesses))[0]
     assert line.startswith(f"- **{verdict}**") and "(+" in line  # the difference's interval is above zero each time
 
 

@@ -60,6 +60,12 @@ def news(folder: Path, source: str = "test.src.cleaned", target: str = "test.tgt
     return folder / source
 
 
+def hub_form(pages: list[Any]) -> dict[str, Any]:
+    """Columns of the pages and of FACTS, as in HotpotQA's rows on the hub."""
+    columns = {"context": (("title", "sentences"), pages), "supporting_facts": (("title", "sent_id"), FACTS)}
+    return {key: dict(zip(names, zip(*rows, strict=True), strict=True)) for key, (names, rows) in columns.items()}
+
+
 # For each set: the file, and what its first question becomes: question, answers, passages, evidence.
 WIKI_PASSAGES = ("Brenmoor Light\n" + TEXT, "Ada Quill\nBorn 1840.")
 WIKI_ROW = ("Who drew it?", ("Ada Quill",), WIKI_PASSAGES, ("Ada Quill drew it.", "Born 1840."))
@@ -67,7 +73,7 @@ FILES: dict[str, Any] = {
     "squad": (squad, ("When was it built?", ("1874",), (TEXT,), ())),
     "hotpotqa": (lambda f: lines(f / "h.json", [WIKI]), WIKI_ROW),
     "hotpotqa_gold": (
-        lambda f: lines(f / "h.json", [WIKI | {"context": [["Tea", ["A drink."]], *PAGES]}]),
+        lambda f: lines(f / "h.json", [WIKI | hub_form([["Tea", ["A drink."]], *PAGES])]),
         WIKI_ROW,
     ),
     "2wikimultihopqa": (lambda f: lines(f / "2.json", [WIKI | {"context": BARE}]), WIKI_ROW),

@@ -4,21 +4,26 @@ import random
 from pathlib import Path
 
 from benchmarks.scoring.confidence import Sure, best_threshold
-from benchmarks.several.neighbors import among_neighbors
+from benchmarks.several.neighbors import NEAREST, among_neighbors
 from benchmarks.world.world import world_examples
+from ctx_compress_rag.models.sentence_embedding import passage_vectors
 from ctx_compress_rag.text.answers import mentions_answer
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.repeat_and_answer import RepeatAndAnswerRecipe
 
 
-def test_distractors_do_not_hold_the_answer_and_the_evidence_stays() -> None:
+def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:
     examples = world_examples("test", 0, 60, 1, (1,))
+    passages = list(dict.fromkeys(e.passages[0] for e in examples))
+    cosines = passage_vectors(passages) @ passage_vectors(passages).T
     several = 0
     for before, after in zip(examples, among_neighbors(examples, [1, 3]), strict=True):
         own = before.passages[0]
         others = [passage for passage in after.passages if passage != own]
         assert len(others) == len(after.passages) - 1
-        assert not any(mentions_answer(passage, before.turns[0].answers) for passage in others)
+        allowed = [not mentions_answer(passage, before.turns[0].answers) for passage in passages]
+        near = [place for place in (-cosines[passages.index(own)]).argsort() if allowed[place]]
+        assert {*others} <= {passages[place] for place in near[:NEAREST]}
         assert all(part in own and before.turns[0].answers[0] in part for part in after.turns[0].evidence)
         several += len(others) == 2
     assert 10 < several < 50

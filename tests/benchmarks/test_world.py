@@ -2,11 +2,12 @@
 
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.world import wording
-from benchmarks.world.task_families import FAMILIES, draw, write_families
+from benchmarks.world.task_families import ENDS, FAMILIES, MARKS, draw, families, write_families
 from benchmarks.world.world import World, split_of
 from ctx_compress_rag.data.examples import read_jsonl
 
@@ -25,6 +26,10 @@ def test_splits_of_the_world_share_no_name() -> None:
 
 
 def test_the_answer_is_a_fact_of_the_passage_and_the_code_words_follow() -> None:
+    """Of 16 families for tests and 16 for development; training has each word with 14 others."""
+    for split, times in (("train", 14), ("dev", 1), ("test", 1)):
+        words = Counter(word for family in families(split) for word in (family.mark, family.end))
+        assert words == dict.fromkeys((*MARKS, *ENDS), times)
     for seed, family in enumerate(FAMILIES):
         drawn = draw(family, "train", random.Random(seed))
         value, ending = drawn.answer.rsplit(" in ", 1)

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.runnables import ConfigurableField
 
-from ctx_compress_rag.adaptation.adapt import adapt
+from ctx_compress_rag.adaptation.adapt import adapt, with_adapter
+from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
@@ -41,8 +43,8 @@ async def test_it_answers_with_the_predicted_update(app: App, update: PredictedU
     assert adapted.decoder.bundle.backbone.model is llm.decoder.bundle.backbone.model
 
 
-def test_several_side_by_side_in_threads(app: App, update: PredictedUpdate) -> None:
-    """None of them answers from a cache that another has filled."""
+def test_several_side_by_side_in_threads(app: App, update: PredictedUpdate, tmp_path: Path) -> None:
+    """None of them answers from a cache that another has filled; one can be adapted again, and its adapter saved."""
     llm = app.llm()
     models = [llm, adapt(llm, QUESTIONS, update), adapt(llm, [QUESTIONS[0], *DEMONSTRATIONS[1:]], update)]
     question = f"{app.store.marker('tower', 8)} {QUESTION}"
@@ -53,6 +55,10 @@ def test_several_side_by_side_in_threads(app: App, update: PredictedUpdate) -> N
     cached = app.llm(cache=InMemoryCache())
     assert [cached.invoke(question).text for _ in range(2)] == alone[:1] * 2
     assert adapt(cached, QUESTIONS, update).invoke(question).text == alone[1]
+    assert adapt(models[2], QUESTIONS, update).invoke(question).text == alone[1]  # not on top of the first update
+    models[1].decoder.bundle.adapter.save_pretrained(tmp_path)
+    saved = Adapter.from_pretrained(tmp_path, app.bundle.backbone.model)
+    assert with_adapter(llm, saved).invoke(question).text == alone[1]
 
 
 def test_what_cannot_be_adapted_says_so(app: App, update: PredictedUpdate) -> None:

@@ -55,8 +55,11 @@ async def test_a_pydantic_class_a_typed_dict_a_schema_and_a_tool(app: App, llm: 
     for schema in (Tower.model_json_schema(), function, {"type": "function", "function": function}):
         Tower.model_validate(llm.with_structured_output(schema).invoke("The tower?"))
     referring = {"title": "Year", "$ref": "#/$defs/year", "$defs": {"year": {"type": "boolean"}}}
-    for plain in (referring, {"enum": [True, False]}):  # roots of any kind
-        assert isinstance(llm.with_structured_output(plain).invoke("The tower?"), bool)
+    line = {"type": "string", "maxLength": 3}
+    lines = {"title": "Lines", "type": "array", "items": line, "minItems": 2, "maxItems": 3}
+    none = {"title": "Year", "anyOf": [{"type": "null"}]}
+    for plain, kind in ((referring, bool), (lines, list), (none, type(None)), ({"enum": ["stone"]}, str)):
+        assert isinstance(llm.with_structured_output(plain).invoke("The tower?"), kind)
 
 
 def test_the_raw_message_and_what_went_wrong(llm: ChatCompressedContext) -> None:

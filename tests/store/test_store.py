@@ -39,6 +39,9 @@ def test_get_keeps_order_duplicates_and_gaps(store: SoftContextStore, bundle: Wo
     assert store.get([]) == []
     assert len(store) == 12
     assert sorted(store.ids()) == sorted(f"p{i}" for i in range(12))
+    texts, ids = [passage(1), passage(0)], ["p1", "p0"]
+    assert store.has(texts, iter(ids)) == [True, True]  # type: ignore[arg-type]
+    assert store.delete(iter(ids)) == 2  # type: ignore[arg-type]
 
 
 def test_an_empty_store_answers(store: SoftContextStore, tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_a_store_that_holds_nothing_says_so_once_when_passages_are_looked_up(
 
 def test_passages_come_back_with_their_text(store: SoftContextStore) -> None:
     text = "Größe ≠ \0 taille 𝄞\r\n  two  spaces "
-    store.add([Passage(text, "a", {"source": "x.txt", "page": 3})], progress=False)
+    store.add([Passage(text, "a", {"source": "x.txt", "page": 3, "tags": ["a"]})], progress=False)
     expected = StoredPassage("a", text, {"source": "x.txt", "page": 3}, 2, 7)
     assert store.get_passages(["b", "a"]) == [None, expected]
 

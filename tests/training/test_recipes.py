@@ -21,6 +21,7 @@ LINEAR = {"final_learning_rate": 0, "schedule": "linear", "weight_decay": 0}
 POOLING: Values = {
     **optim(48_000, 32, 2e-4, final_learning_rate=2e-5, warmup_ratio=0.05, betas=(0.9, 0.95), weight_decay=0),
     **{f"method.{side}.{key}": 16 for side in ("encoder", "decoder") for key in ("rank", "alpha")},
+    "method.encoder.mode": "lora", "method.decoder.mode": "lora",
     "optim.clip_norm": 1, "ratios": [4, 8, 16, 32, 64, 128], "curriculum": [], "reconstruction_weight": 0,
     "data.max_context_tokens": 1024, "data.max_answer_tokens": 256,
 }  # fmt: skip
