@@ -30,8 +30,8 @@ from ctx_compress_rag.adaptation.stages import open_decoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.plots import new_figure, save
-from ctx_compress_rag.evaluation.statistics import Interval
+from ctx_compress_rag.evaluation.plots import new_figure, save_figure
+from ctx_compress_rag.evaluation.statistics import ConfidenceInterval
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.engine.saved_states import write_json
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -55,9 +55,9 @@ class SystemScore:
     """
 
     system: str
-    exact_match: Interval
-    f1: Interval
-    gain: Interval
+    exact_match: ConfidenceInterval
+    f1: ConfidenceInterval
+    gain: ConfidenceInterval
     by_task: dict[str, tuple[float, float]]
     cost: AdaptationCost
     questions: int
@@ -120,7 +120,7 @@ def evaluate(
     answers = answer_all(decoder, systems, episodes, sampling, folder / "answers", about)
     scores = score(episodes, answers, measure(decoder, systems, episodes, sampling, timed))
     about |= {"timed": timed, "device": str(decoder.bundle.backbone.device)}
-    report.write(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
+    report.write_report(folder, "scores", table(scores), {**about, "scores": [asdict(s) for s in scores]})
     plot(scores, folder / "scores.png", f"{about['questions']} questions, {about['data']}")
     return scores
 
@@ -222,14 +222,14 @@ def score(
 
 def table(scores: Sequence[SystemScore]) -> str:
     """The scores as a Markdown table."""
-    return report.table(
+    return report.markdown_table(
         [
             {
                 "system": s.system,
-                "EM": report.interval(s.exact_match),
-                "F1": report.interval(s.f1),
+                "EM": report.interval_text(s.exact_match),
+                "F1": report.interval_text(s.f1),
                 "EM, F1 by task": f"{s.macro[0]:.3f}, {s.macro[1]:.3f}",
-                "F1 over base adapter": "" if s.system == BASE else report.interval(s.gain, "+"),
+                "F1 over base adapter": "" if s.system == BASE else report.interval_text(s.gain, "+"),
                 "adapt ms": f"{s.cost.adapt_ms:.1f}",
                 "answer ms": f"{s.cost.answer_ms:.1f}",
                 "adapt GFLOPs": f"{s.cost.adapt_flops / 1e9:.2f}",
@@ -266,4 +266,4 @@ def plot(scores: Sequence[SystemScore], path: Path, title: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save(figure, path)
+    save_figure(figure, path)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.plots import XLABEL, Curve, draw, new_figure, save
+from ctx_compress_rag.evaluation.plots import XLABEL, ScoreCurve, draw_curves, new_figure, save_figure
 
 
 def plot_panels(
     path: str | Path,
-    panels: Mapping[str, Sequence[Curve]],
-    shared: Sequence[Curve],
+    panels: Mapping[str, Sequence[ScoreCurve]],
+    shared: Sequence[ScoreCurve],
     levels: Mapping[str, float],
     ticks: Sequence[float],
     *,
@@ -36,11 +36,11 @@ def plot_panels(
         for curve, style in zip(shared, ("--", ":", "-."), strict=False):
             ratios, scores, _ = zip(*curve.points, strict=True)
             axes.plot(ratios, scores, color="#999999", linestyle=style, linewidth=1.3, label=curve.label)
-        draw(axes, curves, levels, ticks)
+        draw_curves(axes, curves, levels, ticks)
         axes.set_title(heading, loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=7, loc="best")
     figure.supxlabel(XLABEL, fontsize=10)
     figure.supylabel(ylabel, fontsize=10)
     if title:
         figure.suptitle(title, fontsize=11)
-    return save(figure, path)
+    return save_figure(figure, path)

@@ -16,8 +16,8 @@ from benchmarks.scoring.paired import paired_difference
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
-from ctx_compress_rag.evaluation.plots import Curve
-from ctx_compress_rag.evaluation.statistics import Interval, standard_error, teacher_normalized
+from ctx_compress_rag.evaluation.plots import ScoreCurve
+from ctx_compress_rag.evaluation.statistics import ConfidenceInterval, standard_error, teacher_normalized
 
 _CURVES = 5  # in a plot: more cannot be told apart
 _SHOWN_BY = 3.0  # standard errors
@@ -38,7 +38,7 @@ class Cell:
 
     f1: list[float]
     exact_match: list[float]
-    normalized: Interval | None
+    normalized: ConfidenceInterval | None
     context_tokens: float
     real_ratio: float
     stored_bytes: float | None
@@ -145,7 +145,7 @@ def table(found: Results) -> str:
     """The results as a Markdown table, one line for each entry."""
     # Truncation gets one token per slot, so it shows what each ratio is with passages of these lengths.
     budgets = {r: cell.real_ratio for row in found.rows if row.name == TRUNCATED for r, cell in row.cells.items()}
-    return report.table(
+    return report.markdown_table(
         [
             {
                 "context": row.name,
@@ -164,7 +164,7 @@ def _cell(cell: Cell | None, ratio: float) -> str:
     if (share := cell.normalized) is not None:
         kept = f" ({share.value:.3f}: {share.low:.3f} to {share.high:.3f})"
     off = "" if abs(cell.real_ratio / ratio - 1) <= _OFF_BUDGET else f" [{cell.real_ratio:.1f}x]"
-    return f"{report.mean(cell.f1)}{kept}, EM {np.mean(cell.exact_match):.3f}{off}"
+    return f"{report.mean_text(cell.f1)}{kept}, EM {np.mean(cell.exact_match):.3f}{off}"
 
 
 def _costs(row: EntryRow) -> dict[str, str]:
@@ -218,9 +218,9 @@ def _ordering(ordering: Ordering, rows: dict[str, EntryRow], reads: dict[str, bo
         verdict = "held"
     elif whole.high < 0 and _shown(low, high, reads[ordering.worse], reads[ordering.better]):
         verdict = "reversed"
-    by_ratio = ", ".join(f"{r}x {report.interval(d, '+')}" for r, d in zip(shared, each, strict=True))
+    by_ratio = ", ".join(f"{r}x {report.interval_text(d, '+')}" for r, d in zip(shared, each, strict=True))
     at, apart = (f" at {shared[0]}x", "") if len(shared) == 1 else ("", f"; {by_ratio}")
-    over = f"{ordering.better} over {ordering.worse}{at} {report.interval(whole, '+')}{apart}"
+    over = f"{ordering.better} over {ordering.worse}{at} {report.interval_text(whole, '+')}{apart}"
     return f"- **{verdict}**: {ordering.claim}: {over}"
 
 
@@ -242,8 +242,8 @@ def text(comparison: Comparison, found: Results) -> str:
     """The whole report as Markdown."""
     run = found.run
     baseline = (
-        f"full text {report.mean(found.full)}, EM {np.mean(found.full_exact):.3f}; "
-        f"no context {report.mean(found.none)}, EM {np.mean(found.none_exact):.3f}"
+        f"full text {report.mean_text(found.full)}, EM {np.mean(found.full_exact):.3f}; "
+        f"no context {report.mean_text(found.none)}, EM {np.mean(found.none_exact):.3f}"
     )
     teacher = f": {run['decoder']} with the LoRA of {run['teacher']} merged into it" if run["teacher"] else ""
     about = [
@@ -291,7 +291,7 @@ def save(comparison: Comparison, folder: Path) -> Results:
         ConfigError: it holds no comparison.
     """
     found = read_report(comparison, folder)
-    report.write(folder, "compare", text(comparison, found))
+    report.write_report(folder, "compare", text(comparison, found))
     if found.entries:
         plot_panels(
             folder / "compare.png",
@@ -304,9 +304,9 @@ def save(comparison: Comparison, folder: Path) -> Results:
     return found
 
 
-def _panels(entries: Sequence[EntryRow]) -> dict[str, list[Curve]]:
+def _panels(entries: Sequence[EntryRow]) -> dict[str, list[ScoreCurve]]:
     """The curves of each plot, one for each method; several for many entries, since a plot holds few curves."""
-    panels: dict[str, list[Curve]] = {}
+    panels: dict[str, list[ScoreCurve]] = {}
     for method in dict.fromkeys(row.method for row in entries):
         curves = [_curve(row) for row in entries if row.method == method]
         for start in range(0, len(curves), _CURVES):
@@ -314,8 +314,8 @@ def _panels(entries: Sequence[EntryRow]) -> dict[str, list[Curve]]:
     return panels
 
 
-def _curve(row: EntryRow) -> Curve:
-    return Curve(
+def _curve(row: EntryRow) -> ScoreCurve:
+    return ScoreCurve(
         row.name,
         [
             (cell.real_ratio, float(np.mean(cell.f1)), 1.96 * standard_error(cell.f1))

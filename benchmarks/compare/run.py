@@ -43,12 +43,12 @@ from ctx_compress_rag.evaluation.answering import (
     Answers,
     Key,
     SystemAnswers,
-    answer,
-    prompt_of,
+    answer_questions,
+    question_chat,
 )
-from ctx_compress_rag.evaluation.baselines import count, extract, truncate
-from ctx_compress_rag.evaluation.harness import each
-from ctx_compress_rag.evaluation.questions import Question, digest, questions_of
+from ctx_compress_rag.evaluation.baselines import count_tokens, extract_sentences, truncate_passages
+from ctx_compress_rag.evaluation.harness import score_each_answer
+from ctx_compress_rag.evaluation.questions import Question, questions_digest, questions_of
 from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
@@ -165,7 +165,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         "teacher_sha256": teacher_sha256(plan.teacher),
         "data_sha256": [sha256(file) for file in plan.data.files],
         "test": plan.data.test.name,
-        "test_sha256": digest(questions),
+        "test_sha256": questions_digest(questions),
         **asdict(plan.budget),
         "questions": plan.questions,
         "ratios": plan.ratios,
@@ -281,7 +281,7 @@ def _entry_result(
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
     ratios = job.recipes[-1].ratios
-    answers = answer(bundle, questions, ratios, (SOFT,), max_tokens=_ANSWER_TOKENS)
+    answers = answer_questions(bundle, questions, ratios, (SOFT,), max_tokens=_ANSWER_TOKENS)
     return {
         "name": job.name,
         "method": bundle.config.method.model_dump(mode="json"),
@@ -315,8 +315,8 @@ def _another_passage(bundle: Bundle, questions: Sequence[Question], ratio: int) 
     A decoder that declines without context, but guesses with any slots, scores higher with slots although it reads
     nothing from them.
     """
-    answers = answer(bundle, with_other_passages(questions), [ratio], (SOFT,), max_tokens=_ANSWER_TOKENS)
-    return {"ratio": ratio, "f1": each(token_f1, answers[SOFT, ratio].texts, questions)}
+    answers = answer_questions(bundle, with_other_passages(questions), [ratio], (SOFT,), max_tokens=_ANSWER_TOKENS)
+    return {"ratio": ratio, "f1": score_each_answer(token_f1, answers[SOFT, ratio].texts, questions)}
 
 
 def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
@@ -329,14 +329,17 @@ def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
         (NONE, None): [() for _ in questions],
     }
     for ratio in plan.ratios:
-        budgets = [sum(-(-count(passage, tokenizer) // ratio) for passage in q.passages) for q in questions]
-        texts[TRUNCATED, ratio] = [truncate(q.passages, tokenizer, b) for q, b in zip(questions, budgets, strict=True)]
+        budgets = [sum(-(-count_tokens(passage, tokenizer) // ratio) for passage in q.passages) for q in questions]
+        texts[TRUNCATED, ratio] = [
+            truncate_passages(q.passages, tokenizer, b) for q, b in zip(questions, budgets, strict=True)
+        ]
         texts[EXTRACTED, ratio] = [
-            extract(own, decoder.preparer.token_ids, budget) for own, budget in zip(near, budgets, strict=True)
+            extract_sentences(own, decoder.preparer.token_ids, budget)
+            for own, budget in zip(near, budgets, strict=True)
         ]
     answers: SystemAnswers = {}
     for key, given in tqdm(texts.items(), desc="answering", unit="system"):
-        chats = [prompt_of(TEMPLATES[0], own, q.question) for own, q in zip(given, questions, strict=True)]
+        chats = [question_chat(TEMPLATES[0], own, q.question) for own, q in zip(given, questions, strict=True)]
         made = decoder.generate(chats, Sampling(max_tokens=_ANSWER_TOKENS))
         answers[key] = Answers([one.text.strip() for one in made], [one.prompt_tokens for one in made], None)
     return {"name": BASELINES, "decoder": str(plan.decoder), "scores": _scores(answers, questions)}
@@ -349,8 +352,8 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
             "ratio": ratio,
             "prompt_tokens": mean(given.prompt_tokens),
             "stored_bytes": given.stored_bytes,
-            "exact_match": each(exact_match, given.texts, questions),
-            "f1": each(token_f1, given.texts, questions),
+            "exact_match": score_each_answer(exact_match, given.texts, questions),
+            "f1": score_each_answer(token_f1, given.texts, questions),
         }
         for (system, ratio), given in answers.items()
     ]

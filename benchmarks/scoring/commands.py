@@ -55,7 +55,7 @@ def eval_(
     from benchmarks.scoring.tables import add_to_card, case_table, macro_table
     from benchmarks.timing.cost import CostTable
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.evaluation.answering import Asking
+    from ctx_compress_rag.evaluation.answering import EvaluationOptions
     from ctx_compress_rag.evaluation.sets import Extra, evaluate_sets, question_sets
 
     judging = None if judge is None else load_judge(judge)
@@ -64,7 +64,7 @@ def eval_(
         raise ConfigError(f"--in-domain {unknown[0]}: give names of the sets: {', '.join(sets)}")
     opened = Bundle.from_pretrained(bundle)
     ratios = ratios or opened.config.ratios
-    asking: Asking = {"extractive": extractive}
+    asking: EvaluationOptions = {"extractive": extractive}
     if llmlingua is not None:
         asking["shorteners"] = {"LLMLingua-2": LLMLingua2(llmlingua, opened.backbone.device.type).shorten}
     extras: dict[str, Extra] = {}

@@ -11,9 +11,9 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.evaluation.answering import FULL, SOFT, Key, each_store
+from ctx_compress_rag.evaluation.answering import FULL, SOFT, Key, evaluation_stores
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.evaluation.report import mean, table
+from ctx_compress_rag.evaluation.report import markdown_table, mean_text
 from ctx_compress_rag.text.answers import declined, token_f1
 
 _AT_ONCE = 16
@@ -40,7 +40,7 @@ def sure_answers(bundle: Bundle, questions: Sequence[Question], ratio: int) -> d
     sampling = Sampling(max_tokens=bundle.config.answer_tokens, logprobs=True)
     keys: list[Key] = [(SOFT, ratio), (FULL, None)]
     sure: dict[str, list[Sure]] = {system: [] for system, _ in keys}
-    for _, prompts in each_store(bundle, questions, [ratio]):
+    for _, prompts in evaluation_stores(bundle, questions, [ratio]):
         for key in keys:
             for start in tqdm(range(0, len(questions), _AT_ONCE), desc=key[0]):
                 asked = questions[start : start + _AT_ONCE]
@@ -84,10 +84,10 @@ def confidence_table(sure: dict[str, list[Sure]]) -> str:
                 "context": system,
                 "surer if answerable": f"{surer:.3f}",
                 "threshold": f"{threshold:.2f}",
-                "score without": mean([a.score(-np.inf) for a in scored]),
-                "score with": mean([a.score(threshold) for a in scored]),
-                "declined, rightly": mean(rightly),
-                "wrongly": mean(wrongly),
+                "score without": mean_text([a.score(-np.inf) for a in scored]),
+                "score with": mean_text([a.score(threshold) for a in scored]),
+                "declined, rightly": mean_text(rightly),
+                "wrongly": mean_text(wrongly),
             }
         )
-    return table(rows)
+    return markdown_table(rows)

@@ -108,14 +108,14 @@ class JudgeTable:
         rows = [
             {
                 "context": system,
-                "ratio": report.times(ratio),
-                "judged right": report.mean(right) if right else "",
+                "ratio": report.ratio_text(ratio),
+                "judged right": report.mean_text(right) if right else "",
                 "verdicts not read": str(count - len(right)),
             }
             for (system, ratio), right in verdicts.items()
         ]
         numbers = [{"system": system, "ratio": ratio, "right": right} for (system, ratio), right in verdicts.items()]
-        return report.table(rows), numbers
+        return report.markdown_table(rows), numbers
 
 
 def verdict(reply: str) -> bool | None:

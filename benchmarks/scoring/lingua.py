@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctx_compress_rag.errors import ConfigError, needs
-from ctx_compress_rag.evaluation.baselines import count, truncate
+from ctx_compress_rag.evaluation.baselines import count_tokens, truncate_passages
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 
@@ -51,7 +51,7 @@ class LLMLingua2:
         """
 
         def length(texts: Sequence[str]) -> int:
-            return sum(count(text, tokenizer) for text in texts)
+            return sum(count_tokens(text, tokenizer) for text in texts)
 
         kept, total = list(passages), length(passages)
         if 0 < budget < total:
@@ -59,7 +59,7 @@ class LLMLingua2:
             kept = self._keep(passages, rate)
             if (spent := length(kept)) < 0.9 * budget:  # it keeps too little of short passages
                 kept = self._keep(passages, rate * min(2.0, budget / max(spent, 1)))
-        return truncate(kept, tokenizer, budget)
+        return truncate_passages(kept, tokenizer, budget)
 
     def _keep(self, passages: Sequence[str], rate: float) -> list[str]:
         found = self._compressor.compress_prompt(list(passages), rate=rate, use_context_level_filter=False)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ctx_compress_rag.evaluation.statistics import Interval
+from ctx_compress_rag.evaluation.statistics import ConfidenceInterval
 
 _RESAMPLES = 2000
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> ConfidenceInterval:
     """How much better the first system is: the difference of means, with its 95 % percentile-bootstrap interval.
 
     The bootstrap draws questions, so that hard questions, on which both score low, do not widen the interval. The draws
@@ -24,4 +24,4 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interv
     differences = np.subtract(first, second)
     draws = np.random.default_rng(0).integers(len(differences), size=(_RESAMPLES, len(differences)))
     low, high = np.quantile(differences[draws].mean(axis=1), [0.025, 0.975])
-    return Interval(float(differences.mean()), float(low), float(high))
+    return ConfidenceInterval(float(differences.mean()), float(low), float(high))

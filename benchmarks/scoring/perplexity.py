@@ -111,9 +111,9 @@ def _losses(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:
 
 def perplexity_table(scores: Sequence[Perplexity]) -> str:
     """The perplexities as a Markdown table."""
-    return report.table(
+    return report.markdown_table(
         [
-            {"context": s.system, "ratio": report.times(s.ratio), "reconstruction perplexity": f"{s.value:.4g}"}
+            {"context": s.system, "ratio": report.ratio_text(s.ratio), "reconstruction perplexity": f"{s.value:.4g}"}
             for s in scores
         ]
     )

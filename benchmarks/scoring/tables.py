@@ -10,7 +10,7 @@ from typing import Any
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SystemAnswers
-from ctx_compress_rag.evaluation.harness import Score
+from ctx_compress_rag.evaluation.harness import SystemScore
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.sets import SetScores
 from ctx_compress_rag.text.answers import contains_answer
@@ -30,15 +30,15 @@ def case_table(bundle: Bundle, questions: Sequence[Question], answers: SystemAns
     cases = ["FT"[int(a)] + "FT"[int(b)] for a, b in zip(right[NONE, None], right[FULL, None], strict=True)]
     rows = []
     for (system, ratio), own in right.items():
-        row = {"context": system, "ratio": report.times(ratio)}
+        row = {"context": system, "ratio": report.ratio_text(ratio)}
         for case, name in _CASES.items():
             found = [value for value, its in zip(own, cases, strict=True) if its == case]
             row[f"right {name} ({len(found)})"] = f"{mean(found):.3f}" if found else ""
         rows.append(row)
-    return report.table(rows), rows
+    return report.markdown_table(rows), rows
 
 
-def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str] = ()) -> str:
+def macro_table(results: Mapping[str, Sequence[SystemScore]], in_domain: Sequence[str] = ()) -> str:
     """Means over sets, each set counting once; with `in_domain`, also over those sets and over the others.
 
     The gap between these two is of teacher-normalized F1 (Simple Context Compression, appendix B): a gap of F1 would
@@ -49,7 +49,7 @@ def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str]
     rows = []
     for index, first in enumerate(next(iter(results.values()))):
         each = {name: scores[index] for name, scores in results.items()}
-        row = {"context": first.system, "ratio": report.times(first.ratio)}
+        row = {"context": first.system, "ratio": report.ratio_text(first.ratio)}
         for column, key in (("EM", "exact_match"), ("F1", "f1"), ("contains", "contains")):
             row[column] = f"{mean(getattr(score, key) for score in each.values()):.3f}"
         kept = {name: score.normalized.value for name, score in each.items() if score.normalized is not None}
@@ -62,7 +62,7 @@ def macro_table(results: Mapping[str, Sequence[Score]], in_domain: Sequence[str]
                 gap = mean(kept[name] for name in own) - mean(kept[name] for name in others)
                 row["teacher-normalized gap"] = f"{gap:+.3f}"
         rows.append(row)
-    return report.table(rows)
+    return report.markdown_table(rows)
 
 
 def add_to_card(bundle: Bundle, scored: Mapping[str, SetScores]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.evaluation.questions import Neighbors
+from ctx_compress_rag.evaluation.questions import NeighborPassages
 from ctx_compress_rag.text.sentences import sentences
 
 NEAREST = 30
@@ -26,7 +26,7 @@ def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: 
     Returns: the examples in order, round after round, each turn with the sentence of its answer as evidence, if one
     has it.
     """
-    neighbors = Neighbors([e.passages[0] for e in examples])
+    neighbors = NeighborPassages([e.passages[0] for e in examples])
     distractors = []
     for example in examples:
         answers = [answer for turn in example.turns for answer in turn.answers]

@@ -94,17 +94,17 @@ def time_generate(
     from benchmarks.timing.concurrency import over_generate
     from ctx_compress_rag.decoding.decoder import Decoder
     from ctx_compress_rag.evaluation import report
-    from ctx_compress_rag.evaluation.answering import prompt_of
+    from ctx_compress_rag.evaluation.answering import question_chat
     from ctx_compress_rag.marking.mark import mark_texts
     from ctx_compress_rag.store import SoftContextStore
 
     opened, chunks = _open(text, bundle, tokens)
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, opened) as store:
         texts = mark_texts(store, sorted(chunks, key=len)[-prompt:], ratio=ratio)
-        chat = prompt_of(opened.config.template, texts, "What is it about?")
+        chat = question_chat(opened.config.template, texts, "What is it about?")
         found = {new: over_generate(Decoder(opened, store), chat, new) for new in (1, 30)}
     rows = [{"tokens": str(new), **{name: f"{value:.3f}" for name, value in one.items()}} for new, one in found.items()]
-    _report(output, "generate", report.table(rows), found)
+    _report(output, "generate", report.markdown_table(rows), found)
 
 
 @command("book.txt --bundle smollm2-135m --prompt 8", lab)
@@ -150,7 +150,7 @@ def time_engines(
 
     from benchmarks.timing.concurrency import endless
     from benchmarks.timing.engines import compare_speed, speed_table
-    from ctx_compress_rag.evaluation.answering import prompt_of
+    from ctx_compress_rag.evaluation.answering import question_chat
     from ctx_compress_rag.marking.mark import mark_texts
     from ctx_compress_rag.store import SoftContextStore
 
@@ -165,7 +165,7 @@ def time_engines(
                 shown = parts if ratio is None else [mark_texts(store, part, ratio=ratio) for part in parts]
                 kind = f"{count} passage{'s' * (count > 1)}, {'text' if ratio is None else f'{ratio}x'}"
                 asked = "What is it about?"
-                prompts[kind] = [prompt_of(opened.config.template, part, asked) for part in shown]
+                prompts[kind] = [question_chat(opened.config.template, part, asked) for part in shown]
         decoders = _engines(opened, store, weights)
         found = compare_speed(decoders, prompts, rounds)
         positions = {
@@ -242,5 +242,5 @@ def _report(output: str, name: str, text: str, record: object) -> None:
     """Print tables, and write them and their numbers to a folder, as `name`.md and `name`.json."""
     from ctx_compress_rag.evaluation import report
 
-    report.write(output, name, text, record)
+    report.write_report(output, name, text, record)
     print(f"{text}\n\nalso in {output}")

@@ -15,7 +15,13 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import spread
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import Asking, Key, SystemAnswers, each_store, keys_of
+from ctx_compress_rag.evaluation.answering import (
+    EvaluationOptions,
+    Key,
+    SystemAnswers,
+    evaluation_stores,
+    system_ratio_keys,
+)
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.prompt import Message
 
@@ -72,7 +78,7 @@ class CostTable:
     """
 
     ratios: Sequence[int]
-    asking: Asking
+    asking: EvaluationOptions
 
     def __call__(
         self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
@@ -80,8 +86,8 @@ class CostTable:
         """The table, and its numbers."""
         asked = spread(questions, _TIMED)
         costs: dict[Key, Cost] = {}
-        for group, prompts in each_store(bundle, asked, self.ratios, **self.asking):
-            keys = keys_of([system for system, _ in answers if (system, None) not in costs], group)
+        for group, prompts in evaluation_stores(bundle, asked, self.ratios, **self.asking):
+            keys = system_ratio_keys([system for system, _ in answers if (system, None) not in costs], group)
             rounds = [{key: partial(prompts.make, key, q) for key in dict.fromkeys(keys)} for q in asked]
             costs |= measure(prompts.decoder, rounds)
         return cost_table(costs), [{"system": s, "ratio": ratio, **asdict(cost)} for (s, ratio), cost in costs.items()]
@@ -97,11 +103,11 @@ def _phases(decoder: Decoder, prompt: MakePrompt) -> Phases:
 
 def cost_table(costs: Mapping[tuple[str, int | None], Cost]) -> str:
     """The costs of systems at their ratios, as a Markdown table."""
-    return report.table(
+    return report.markdown_table(
         [
             {
                 "context": system,
-                "ratio": report.times(ratio),
+                "ratio": report.ratio_text(ratio),
                 "ms to first token": f"{1e3 * cost.first_token_seconds:.1f}",
                 "of which the context": f"{1e3 * cost.context_seconds:.1f}",
                 "GFLOPs": f"{cost.first_token_flops / 1e9:,.2f}",

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import prompt_of
+from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.marking.mark import mark_texts
@@ -49,7 +49,7 @@ def compare_answers(
     sampling = Sampling(max_tokens=32, logprobs=True, top_logprobs=2)
     for question in questions:
         store.ensure(list(question.passages))
-    chats = [prompt_of(template, mark_texts(store, q.passages, ratio=ratio), q.question) for q in questions]
+    chats = [question_chat(template, mark_texts(store, q.passages, ratio=ratio), q.question) for q in questions]
     given: dict[str, list[Generation]] = {name: [] for name in decoders}
     with tqdm(total=len(decoders) * len(chats), desc="answering", unit="answer") as bar:
         for name, decoder in decoders.items():
@@ -81,7 +81,7 @@ def _gap(one: Generation, other: Generation) -> float | None:
 def answers_table(found: Mapping[str, Compared]) -> str:
     """The comparison as a Markdown table."""
     count = len(next(iter(found.values())).f1)
-    return report.table(
+    return report.markdown_table(
         [
             {
                 "engine": name,
@@ -89,7 +89,7 @@ def answers_table(found: Mapping[str, Compared]) -> str:
                 "median, largest gap between the tokens that differ": f"{median(each.gaps):.2f}, {each.gaps[-1]:.2f}"
                 if each.gaps
                 else "",
-                "F1": report.mean(each.f1),
+                "F1": report.mean_text(each.f1),
                 "difference in F1": f"{mean(each.difference):+.3f} ± {standard_error(each.difference):.3f}",
             }
             for name, each in found.items()
@@ -140,4 +140,4 @@ def speed_table(found: Mapping[tuple[str, str], Mapping[str, Sequence[float]]]) 
             faster = median(one / other for one, other in zip(first, seconds, strict=True))
             row[name] = f"{median(seconds) * 1e3:,.0f}" + (f" ({faster:.1f}x)" if seconds is not first else "")
         rows.append(row)
-    return report.table(rows)
+    return report.markdown_table(rows)

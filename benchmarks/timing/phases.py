@@ -87,4 +87,4 @@ def _now(device: torch.device) -> float:
 
 def measured(values: Mapping[str, str]) -> str:
     """Named measurements as a Markdown table of two columns."""
-    return report.table([{"measured": name, "": value} for name, value in values.items()])
+    return report.markdown_table([{"measured": name, "": value} for name, value in values.items()])

@@ -138,7 +138,7 @@ def first_token(
 
 def first_token_table(found: Mapping[int, FirstToken]) -> str:
     """The times at each ratio as a Markdown table."""
-    return report.table(
+    return report.markdown_table(
         [
             {
                 "ratio": f"{ratio}x",

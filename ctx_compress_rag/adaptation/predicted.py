@@ -18,7 +18,7 @@ from ctx_compress_rag.adaptation.adapter import Adapter, Shapes
 from ctx_compress_rag.adaptation.config import PredictorSettings
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.updates import GradientUpdate, norms, sgd
-from ctx_compress_rag.bundle.files import read_tensors
+from ctx_compress_rag.bundle.files import read_bundle_tensors
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.splice import splice
@@ -207,7 +207,7 @@ class PredictedUpdate(Adaptation):
         base = Adapter.from_pretrained(folder / BASE_FOLDER, bundle.backbone.model)
         made = cls.build(base, bundle, config)
         try:
-            made.predictor.load_state_dict(read_tensors(folder / _WEIGHTS_FILE))
+            made.predictor.load_state_dict(read_bundle_tensors(folder / _WEIGHTS_FILE))
         except RuntimeError as error:
             raise BundleError(f"the predictor in {folder} does not fit this decoder and its config: {error}") from error
         made.predictor.requires_grad_(False)

@@ -22,19 +22,19 @@ from ctx_compress_rag.bundle.files import (
     REPORT_FILE,
     TEACHER,
     WEIGHTS_FILE,
-    check_files,
-    check_unchanged,
-    decoder_tensors,
+    check_bundle_files,
+    check_weights_unchanged,
     find_bundle,
-    read_adapter,
-    read_config,
-    read_report,
-    read_tensors,
-    stamps,
+    read_adapter_tensors,
+    read_bundle_config,
+    read_bundle_report,
+    read_bundle_tensors,
+    read_decoder_tensors,
+    weight_file_stamps,
 )
-from ctx_compress_rag.bundle.identity import decoder_digest, fingerprint, state_digest
+from ctx_compress_rag.bundle.identity import bundle_fingerprint, decoder_digest, state_digest
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.bundle.saving import save
+from ctx_compress_rag.bundle.saving import save_bundle
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
 from ctx_compress_rag.methods.base.reader import Reader
@@ -123,8 +123,8 @@ class Bundle(PlainDecoder):
         """
         with progress_line(f"opening the bundle {name_or_path}"):
             folder = find_bundle(name_or_path, revision)
-            config = read_config(folder / CONFIG_FILE, changes)
-            check_files(folder)
+            config = read_bundle_config(folder / CONFIG_FILE, changes)
+            check_bundle_files(folder)
             model, tokenizer = open_decoder(
                 folder / DECODER_FOLDER if config.decoder is None else config.decoder,
                 config.revision,
@@ -150,16 +150,16 @@ class Bundle(PlainDecoder):
         config, backbone, shipped = self.config, self.backbone, folder / DECODER_FOLDER
         self._folder = folder
         self.compressor.bundle_folder_known(folder)
-        backbone.when_loaded(partial(check_unchanged, folder, stamps(folder)))
+        backbone.when_loaded(partial(check_weights_unchanged, folder, weight_file_stamps(folder)))
         stored: dict[str, Mapping[str, Tensor]] = {}
         for part, module in self.parts.items():
-            stored[part] = own = read_tensors(folder / part / WEIGHTS_FILE)
+            stored[part] = own = read_bundle_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(own)
             if part in backbone.adapters:
-                stored[f"{part} adapter"] = read_adapter(folder / part)
-                backbone.when_loaded(partial(load_adapter, backbone, part, folder / part))
+                stored[f"{part} adapter"] = read_adapter_tensors(folder / part)
+                backbone.when_loaded(partial(load_bundle_adapter, backbone, part, folder / part))
         if config.decoder is None:
-            stored[DECODER_FOLDER] = decoder_tensors(shipped)
+            stored[DECODER_FOLDER] = read_decoder_tensors(shipped)
         decoder = decoder_digest(config, backbone, shipped)
         if decoder != config.decoder_digest:
             raise BundleError(
@@ -167,8 +167,8 @@ class Bundle(PlainDecoder):
                 "or weights changed after training. Restore its files"
             )
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
-        self._fingerprint = fingerprint(config, backbone.commit, decoder, stored)
-        self.report = read_report(folder / REPORT_FILE)
+        self._fingerprint = bundle_fingerprint(config, backbone.commit, decoder, stored)
+        self.report = read_bundle_report(folder / REPORT_FILE)
 
     @classmethod
     def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
@@ -192,7 +192,7 @@ class Bundle(PlainDecoder):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the config, the weights and the decoder (see `identity.fingerprint`), as 64 hex digits."""
+        """SHA-256 of the config, the weights and the decoder (see `identity.bundle_fingerprint`), as 64 hex digits."""
         if self._fingerprint is None:
             states = {part: module.saved_state() for part, module in self.parts.items()}
             adapters = self.backbone.adapters & states.keys()
@@ -200,7 +200,7 @@ class Bundle(PlainDecoder):
             if self.config.decoder is None:
                 states[DECODER_FOLDER] = self.backbone.own_state()
             decoder = decoder_digest(self.config, self.backbone)
-            self._fingerprint = fingerprint(self.config, self.backbone.commit, decoder, states)
+            self._fingerprint = bundle_fingerprint(self.config, self.backbone.commit, decoder, states)
         return self._fingerprint
 
     @property
@@ -210,7 +210,7 @@ class Bundle(PlainDecoder):
             return ""
         if self._folder is None or self.backbone.loaded:
             return state_digest(self.backbone.adapter_state(TEACHER))
-        return state_digest(read_adapter(self._folder / TEACHER))
+        return state_digest(read_adapter_tensors(self._folder / TEACHER))
 
     @property
     def parts(self) -> dict[str, Compressor | Reader]:
@@ -232,7 +232,7 @@ class Bundle(PlainDecoder):
             ConfigError: `folder` is a file, has a README.md or config.json that is not a bundle's, or has a folder
                 `teacher` that is not a bundle's and would be loaded as this bundle's teacher.
         """
-        save(self, Path(folder), int8=int8)
+        save_bundle(self, Path(folder), int8=int8)
         self._fingerprint = None
         self.save_report(folder)
 
@@ -326,9 +326,9 @@ class Bundle(PlainDecoder):
         return self.reader.decoder(slot_mask)
 
 
-def load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
+def load_bundle_adapter(backbone: Backbone, name: str, folder: Path) -> None:
     """Load an adapter's weights from its folder. Raise BundleError if they are damaged or do not fit the decoder."""
-    backbone.load_adapter_state(name, read_adapter(folder))
+    backbone.load_adapter_state(name, read_adapter_tensors(folder))
 
 
 def add_teacher(backbone: Backbone, folder: Path) -> None:
@@ -338,14 +338,14 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
     """
     if not (folder / ADAPTER_CONFIG_FILE).exists():
         raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
-    read_adapter(folder)  # a damaged one shows at once
+    read_adapter_tensors(folder)  # a damaged one shows at once
 
     def add() -> None:
         from peft import LoraConfig
 
         try:
             backbone.add_adapter(TEACHER, lambda: LoraConfig.from_pretrained(str(folder)))
-            load_adapter(backbone, TEACHER, folder)
+            load_bundle_adapter(backbone, TEACHER, folder)
         except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
             decoder = type(backbone.model).__name__
             raise BundleError(

@@ -88,7 +88,7 @@ def _not_a_bundle(name: str | Path) -> str:
     )
 
 
-def check_files(folder: Path) -> None:
+def check_bundle_files(folder: Path) -> None:
     """Raise BundleError if reading the files, maybe a stranger's, could take for ever or fill the memory."""
     for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         if path.suffix in _READ:
@@ -107,30 +107,30 @@ def _check_file(path: Path) -> None:
         raise BundleError(f"{path} has {status.st_size} bytes, more than {largest}: fetch or make the bundle again")
 
 
-def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+def weight_file_stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return the size (bytes) and modification time (nanoseconds) of each weight file of a bundle."""
     files = {path: path.stat() for path in folder.glob("*/*.safetensors")}
     return {path: (status.st_size, status.st_mtime_ns) for path, status in files.items()}
 
 
-def check_unchanged(folder: Path, before: Mapping[Path, tuple[int, int]]) -> None:
-    """Raise BundleError if weight files changed since `stamps` gave `before`, and so no longer fit the fingerprint."""
-    if stamps(folder) != before:
+def check_weights_unchanged(folder: Path, before: Mapping[Path, tuple[int, int]]) -> None:
+    """Raise BundleError if weight files differ from `before` (`weight_file_stamps`) and so no longer fit the fingerprint."""
+    if weight_file_stamps(folder) != before:
         raise BundleError(f"the weights in {folder} changed after the bundle was opened: open it again")
 
 
-def check_free(folder: Path) -> None:
+def check_bundle_folder_free(folder: Path) -> None:
     """Raise ConfigError if the folder is a file, or has a config.json or README.md that is not a bundle's."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder")
     if any((folder / name).exists() for name in (CONFIG_FILE, "README.md")):
         try:
-            read_config(folder / CONFIG_FILE)
+            read_bundle_config(folder / CONFIG_FILE)
         except (BundleError, ConfigError):
             raise ConfigError(f"{folder} has files that are not a bundle's: give a new folder") from None
 
 
-def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleConfig:
+def read_bundle_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleConfig:
     """Return the settings in a config.json, with `changes` to them.
 
     Raises BundleError if the file is missing or not a bundle's, ConfigError for unknown or impossible values.
@@ -147,7 +147,7 @@ def read_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleC
         raise ConfigError(f"{path}: {explain(error)}") from None
 
 
-def read_report(path: Path) -> dict[str, Any]:
+def read_bundle_report(path: Path) -> dict[str, Any]:
     """Return a bundle's training report, empty without a file. Raise BundleError if the file is damaged."""
     try:
         report = json.loads(path.read_bytes()) if path.exists() else {}
@@ -158,7 +158,7 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_bundle_tensors(path: Path) -> dict[str, Tensor]:
     """Return a file's tensors by name, unpacked from 8 bits. Raise BundleError if the file is missing or damaged."""
     try:
         tensors = from_int8(load_file(path))
@@ -174,12 +174,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def decoder_tensors(folder: Path) -> Mapping[str, Tensor]:
-    """Return the tensors, by name, of the decoder in a bundle's folder `decoder`. Raise errors as `read_tensors`."""
+def read_decoder_tensors(folder: Path) -> Mapping[str, Tensor]:
+    """Return the tensors, by name, of the decoder in a bundle's folder `decoder`. Errors: see `read_bundle_tensors`."""
     if (folder / INT8_FILE).exists():
-        return read_tensors(folder / INT8_FILE)
+        return read_bundle_tensors(folder / INT8_FILE)
     shards = sorted(folder.glob("*.safetensors"))
-    return _Shards(shards) if len(shards) > 1 else read_tensors(folder / WEIGHTS_FILE)
+    return _Shards(shards) if len(shards) > 1 else read_bundle_tensors(folder / WEIGHTS_FILE)
 
 
 class _Shards(Mapping[str, Tensor]):
@@ -203,7 +203,7 @@ class _Shards(Mapping[str, Tensor]):
         return len(self._paths)
 
 
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors, by name, of an adapter's folder, unpacked from 8 bits. Raise errors as `read_tensors`."""
+def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors, by name, of an adapter's folder, unpacked from 8 bits. Errors: see `read_bundle_tensors`."""
     int8 = folder / INT8_ADAPTER_FILE
-    return read_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)
+    return read_bundle_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)

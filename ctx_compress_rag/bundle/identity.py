@@ -30,7 +30,9 @@ def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | Non
     return folder_digest(Path(str(config.decoder), config.subfolder or "")) if in_folder else ""
 
 
-def fingerprint(config: BundleConfig, commit: str, decoder: str, states: Mapping[str, Mapping[str, Tensor]]) -> str:
+def bundle_fingerprint(
+    config: BundleConfig, commit: str, decoder: str, states: Mapping[str, Mapping[str, Tensor]]
+) -> str:
     """Return the SHA-256 (hex) of the settings that affect slots, the decoder's commit and digest, and all tensors.
 
     Weights are hashed in half precision, as stored, so that the device's precision does not change the fingerprint.

@@ -19,7 +19,7 @@ from ctx_compress_rag.bundle.files import (
     REPORT_FILE,
     TEACHER,
     WEIGHTS_FILE,
-    check_free,
+    check_bundle_folder_free,
 )
 from ctx_compress_rag.bundle.identity import decoder_digest
 from ctx_compress_rag.errors import ConfigError
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 Pack = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
-def save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
+def save_bundle(bundle: Bundle, folder: Path, *, int8: bool) -> None:
     """Write a bundle's config and weights for `Bundle.save_pretrained`, which describes the arguments and errors."""
-    check_free(folder)
+    check_bundle_folder_free(folder)
     _ = bundle.backbone.model  # it may come from this folder, so it is loaded before anything is written
     old_teacher = TEACHER not in bundle.backbone.adapters and (folder / TEACHER).exists()
     if old_teacher and not (folder / CONFIG_FILE).exists():

@@ -44,11 +44,11 @@ def agree(
         found = index.search(asked, k)
         given = [Question(tuple(h.text for h in hits), each, ()) for each, hits in zip(asked, found, strict=True)]
         ids = {hit.text: hit.id for hits in found for hit in hits}
-        compared = agreement.agreement(index.store, given, ratios, ids=ids)
+        compared = agreement.measure_agreement(index.store, given, ratios, ids=ids)
         name = index.bundle.config.name
-    agreement.save(compared, output)
-    print(agreement.table(compared))
-    if differing := agreement.worst(compared):
-        print(f"\nanswers that differ at the finest ratios:\n\n{agreement.as_text(differing)}")
+    agreement.save_agreement(compared, output)
+    print(agreement.agreement_table(compared))
+    if differing := agreement.worst_agreements(compared):
+        print(f"\nanswers that differ at the finest ratios:\n\n{agreement.agreement_text(differing)}")
     print(f"\n{name}: {len(asked)} questions from {Path(questions).name}; all answers are in {output}")
-    print(f"\n{agreement.advice(compared)}")
+    print(f"\n{agreement.agreement_advice(compared)}")

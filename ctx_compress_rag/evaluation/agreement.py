@@ -19,10 +19,10 @@ from ctx_compress_rag.evaluation.answering import (
     FULL,
     NONE,
     SOFT,
+    EvaluationPrompts,
     Key,
-    Prompts,
-    answer_each,
-    keys_of,
+    answer_with_systems,
+    system_ratio_keys,
 )
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.statistics import standard_error
@@ -57,7 +57,7 @@ class Agreement:
         return self.system if self.ratio is None else f"{self.system} {self.ratio}x"
 
 
-def agreement(
+def measure_agreement(
     store: SoftContextStore,
     questions: Sequence[Question],
     ratios: Sequence[int] | None = None,
@@ -82,10 +82,12 @@ def agreement(
     if ratios is None:
         ratios = [r for r in bundle.config.ratios if bundle.can_read(r, store.base_ratio)] or [store.base_ratio]
     several = any(len(q.passages) > 1 for q in questions) and bundle.reads_slots_alone
-    keys = keys_of([FULL, NONE, DEFAULT if several else SOFT, EXTRACTED], list(dict.fromkeys(ratios)))
-    prompts = Prompts(Decoder(bundle, store, batch_size=batch_size), store, bundle.config.template, ids=ids or {})
+    keys = system_ratio_keys([FULL, NONE, DEFAULT if several else SOFT, EXTRACTED], list(dict.fromkeys(ratios)))
+    prompts = EvaluationPrompts(
+        Decoder(bundle, store, batch_size=batch_size), store, bundle.config.template, ids=ids or {}
+    )
     sampling = Sampling(max_tokens=max_tokens or bundle.config.answer_tokens, extractive=bundle.config.extractive)
-    answers = answer_each(prompts, questions, keys, sampling)
+    answers = answer_with_systems(prompts, questions, keys, sampling)
     full = answers.pop((FULL, None))
     whole = list(zip(questions, full.texts, full.prompt_tokens, strict=True))
     return [
@@ -95,7 +97,7 @@ def agreement(
     ]
 
 
-def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
+def worst_agreements(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
     """Return at most `count` questions whose answers change, each at the finest ratio that changes its answer.
 
     The order is by ratio, finest first, then by F1 with full text's answer, lowest first. Best sentences do not count.
@@ -108,22 +110,22 @@ def worst(agreements: Sequence[Agreement], count: int = 5) -> list[Agreement]:
     return list(first.values())[:count]
 
 
-def table(agreements: Sequence[Agreement]) -> str:
+def agreement_table(agreements: Sequence[Agreement]) -> str:
     """Return the mean scores of each context as a Markdown table, ± one standard error."""
     rows = [
         {
             "context": group[0].label,
             "same answer": f"{sum(a.same for a in group)} of {len(group)}",
-            "F1 with full text's": report.mean([a.f1 for a in group]),
+            "F1 with full text's": report.mean_text([a.f1 for a in group]),
             "prompt tokens": f"{np.mean([a.prompt_tokens for a in group]):.0f}",
         }
         for group in _by_context(agreements).values()
     ]
     whole = {"context": FULL, "prompt tokens": f"{np.mean([a.full_text_tokens for a in agreements]):.0f}"}
-    return report.table([*rows, whole])
+    return report.markdown_table([*rows, whole])
 
 
-def advice(agreements: Sequence[Agreement]) -> str:
+def agreement_advice(agreements: Sequence[Agreement]) -> str:
     """Return a sentence with the coarsest ratio whose answers agree with full text's as well as the finest ratio's.
 
     With fewer than `FEWEST` questions, it says that they are too few, because nearly any ratio agrees within the error.
@@ -145,7 +147,7 @@ def advice(agreements: Sequence[Agreement]) -> str:
     )
 
 
-def as_text(agreements: Sequence[Agreement]) -> str:
+def agreement_text(agreements: Sequence[Agreement]) -> str:
     """Return both answers to each question as text for people to read."""
     return "\n\n".join(
         f"{each.question}\n    full text: {each.full_text}\n    {each.label}: {each.answer}\n    F1 {each.f1:.2f}"
@@ -153,10 +155,10 @@ def as_text(agreements: Sequence[Agreement]) -> str:
     )
 
 
-def save(agreements: Sequence[Agreement], folder: str | Path) -> None:
+def save_agreement(agreements: Sequence[Agreement], folder: str | Path) -> None:
     """Write agreement.md and agreement.json into a folder."""
-    text = f"{table(agreements)}\n\n{advice(agreements)}"
-    report.write(folder, "agreement", text, [asdict(each) for each in agreements])
+    text = f"{agreement_table(agreements)}\n\n{agreement_advice(agreements)}"
+    report.write_report(folder, "agreement", text, [asdict(each) for each in agreements])
 
 
 def _by_context(agreements: Sequence[Agreement]) -> dict[Key, list[Agreement]]:

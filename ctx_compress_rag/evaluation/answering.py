@@ -16,8 +16,8 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder, is_address
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
-from ctx_compress_rag.evaluation.baselines import extract, truncate
-from ctx_compress_rag.evaluation.questions import Question, digest
+from ctx_compress_rag.evaluation.baselines import extract_sentences, truncate_passages
+from ctx_compress_rag.evaluation.questions import Question, questions_digest
 from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import passage_vectors, question_vectors
@@ -47,8 +47,8 @@ class Answers:
     stored_bytes: float | None  # mean size of a passage's slots; None if nothing is stored
 
 
-class Asking(TypedDict, total=False):
-    """How to ask, as keywords of `answer`, `evaluate` and `evaluate_sets`; None takes the bundle's or store's value."""
+class EvaluationOptions(TypedDict, total=False):
+    """How to ask: keywords of `answer_questions`, `evaluate` and `evaluate_sets`; None is the bundle's or store's."""
 
     sentences: bool  # also score what needs MiniLM: best sentences, and `SEVERAL`; True by default
     shorteners: Mapping[str, Shortener]  # more baselines, by name
@@ -65,7 +65,9 @@ Key = tuple[str, int | None]
 SystemAnswers = dict[Key, Answers]
 
 
-def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[Asking]) -> dict[str, Any]:
+def evaluation_conditions(
+    bundle: Bundle, questions: Sequence[Question], **asking: Unpack[EvaluationOptions]
+) -> dict[str, Any]:
     """Return everything that answers depend on except system and ratio, with defaults filled in, as JSON values."""
     return {
         "version": __version__,
@@ -73,7 +75,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
         "engine": asking.get("engine", "transformers"),
         "weights": asking.get("options", {}).get("weights"),
         "decoder": f"{bundle.backbone.embeddings.weight.dtype} on {bundle.backbone.device.type}",
-        "questions_sha256": digest(questions),
+        "questions_sha256": questions_digest(questions),
         "template": bundle.config.template,
         "max_tokens": asking.get("max_tokens") or bundle.config.answer_tokens,
         "extractive": bundle.config.extractive if (quoted := asking.get("extractive")) is None else quoted,
@@ -82,7 +84,7 @@ def conditions(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[A
     }
 
 
-def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
+def check_evaluated_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
     """Raise RatioError if a bundle cannot make slots at one of these ratios."""
     for ratio in ratios:
         if bundle.compressor.nestable or bundle.can_read(ratio):
@@ -91,36 +93,36 @@ def check_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
             bundle.check_ratio(ratio)
 
 
-def answer(
+def answer_questions(
     bundle: Bundle,
     questions: Sequence[Question],
     ratios: Sequence[int],
     systems: Sequence[str],
     *,
     log: str | Path | None = None,
-    **asking: Unpack[Asking],
+    **asking: Unpack[EvaluationOptions],
 ) -> SystemAnswers:
     """Return each system's answers to all questions, at every ratio unless the system (FULL, NONE) has none."""
-    check_ratios(bundle, ratios)
-    about = conditions(bundle, questions, **asking)
+    check_evaluated_ratios(bundle, ratios)
+    about = evaluation_conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
     kept = None if log is None else AnswerLog(log, about, questions)
     answers: SystemAnswers = {}
-    for group, prompts in each_store(bundle, questions, ratios, **asking):
+    for group, prompts in evaluation_stores(bundle, questions, ratios, **asking):
         left = [system for system in systems if (system, None) not in answers]  # full text and no context: once
-        answers |= answer_each(prompts, questions, keys_of(left, group), sampling, kept)
+        answers |= answer_with_systems(prompts, questions, system_ratio_keys(left, group), sampling, kept)
     return answers
 
 
-def keys_of(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
+def system_ratio_keys(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
     """Return each system with each ratio, in the order of a table; full text and no context come once, with None."""
     keys: list[Key] = [(system, None) for system in (FULL, NONE) if system in systems]
     return keys + [(system, ratio) for ratio in ratios for system in systems if system not in (FULL, NONE)]
 
 
-def each_store(
-    bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int], **asking: Unpack[Asking]
-) -> Iterator[tuple[list[int], Prompts]]:
+def evaluation_stores(
+    bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int], **asking: Unpack[EvaluationOptions]
+) -> Iterator[tuple[list[int], EvaluationPrompts]]:
     """Yield groups of ratios; for each, fill a store with the passages and yield what makes prompts from that store."""
     # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
     shared = all(map(bundle.can_read, ratios))
@@ -136,11 +138,11 @@ def each_store(
                 options["batch_size"] = asking.get("batch_size", 16)
             decoder = Decoder(bundle, store, engine=engine, **options)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-            yield group, Prompts(decoder, store, bundle.config.template, asking.get("shorteners", {}))
+            yield group, EvaluationPrompts(decoder, store, bundle.config.template, asking.get("shorteners", {}))
 
 
 @dataclass(frozen=True)
-class Prompts:
+class EvaluationPrompts:
     """A maker of prompts for each system and question, with passages from the store."""
 
     decoder: Decoder
@@ -153,7 +155,7 @@ class Prompts:
 
     def make(self, key: Key, q: Question) -> list[Message]:
         """Return the chat that asks a question with a system's context at a ratio."""
-        return prompt_of(self.template, self._texts(*key, q), q.question)
+        return question_chat(self.template, self._texts(*key, q), q.question)
 
     def _texts(self, system: str, ratio: int | None, q: Question) -> list[str]:
         if ratio is None:
@@ -162,7 +164,7 @@ class Prompts:
             return self._soft(q, ratio)
         budget = self._budget(q, ratio)
         if system == EXTRACTED:
-            return extract(nearest_sentences(q.passages, q.question), self.decoder.preparer.token_ids, budget)
+            return extract_sentences(nearest_sentences(q.passages, q.question), self.decoder.preparer.token_ids, budget)
         if system == DEFAULT:
             return self._marked(q.passages, q, ratio=ratio, scores=self._scores(q))
         if system == MIXED:
@@ -171,7 +173,7 @@ class Prompts:
             best = q.passages[int(np.argmax(self._scores(q)))]
             return self._marked([best], q, token_budget=budget, text_share=0)
         separators = (len(q.passages) - 1) * len(self.decoder.preparer.token_ids(PASSAGE_SEPARATOR))
-        shorten = truncate if system == TRUNCATED else self.shorteners[system]
+        shorten = truncate_passages if system == TRUNCATED else self.shorteners[system]
         return shorten(q.passages, self.decoder.bundle.tokenizer, budget - separators)
 
     def _soft(self, q: Question, ratio: int) -> list[str]:
@@ -193,8 +195,8 @@ class Prompts:
         return self._relevance[q]
 
 
-def answer_each(
-    prompts: Prompts,
+def answer_with_systems(
+    prompts: EvaluationPrompts,
     questions: Sequence[Question],
     keys: Sequence[Key],
     sampling: Sampling,
@@ -226,7 +228,7 @@ def answer_each(
     return answers
 
 
-def prompt_of(template: str, texts: Sequence[str], question: str) -> list[Message]:
+def question_chat(template: str, texts: Sequence[str], question: str) -> list[Message]:
     """Return the chat that asks a question about texts; empty texts are left out."""
     return [dict(message) for message in messages(template, _joined(texts), question)]
 

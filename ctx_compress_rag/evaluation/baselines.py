@@ -13,13 +13,13 @@ from ctx_compress_rag.marking.budget import NOTHING, Budget, RetrievedText, Scor
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
-def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
+def truncate_passages(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     """Return the first tokens of each passage as text; the passages share the budget in proportion to their lengths.
 
     Shares are whole tokens by the method of largest remainders, so that they sum to the budget. The tokenizer must be a
     fast one, because offsets are needed.
     """
-    lengths = [count(text, tokenizer) for text in passages]
+    lengths = [count_tokens(text, tokenizer) for text in passages]
     total = sum(lengths)
     if total <= budget:
         return list(passages)
@@ -30,7 +30,9 @@ def truncate(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     return [_head(text, tokenizer, share) for text, share in zip(passages, shares, strict=True)]
 
 
-def extract(near: Sequence[Sequence[ScoredSentence]], tokens: Callable[[str], Sequence[int]], budget: int) -> list[str]:
+def extract_sentences(
+    near: Sequence[Sequence[ScoredSentence]], tokens: Callable[[str], Sequence[int]], budget: int
+) -> list[str]:
     """Return the sentences nearest to the question that fit, in the text's order; the first that does not is cut."""
 
     def count(shown: Sequence[ShownPassage]) -> int:
@@ -40,7 +42,7 @@ def extract(near: Sequence[Sequence[ScoredSentence]], tokens: Callable[[str], Se
     return [each.text for each in Budget(passages, budget, count).with_sentences([NOTHING] * len(near))]
 
 
-def count(text: str, tokenizer: Any) -> int:
+def count_tokens(text: str, tokenizer: Any) -> int:
     """Return the number of tokens of a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -52,6 +54,6 @@ def _head(text: str, tokenizer: Any, tokens: int) -> str:
         return text
     for keep in range(tokens, 0, -1):
         head = text[: offsets[keep - 1][1]]
-        if count(head, tokenizer) <= tokens:
+        if count_tokens(head, tokenizer) <= tokens:
             return head
     return ""

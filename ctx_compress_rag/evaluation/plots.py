@@ -20,14 +20,14 @@ XLABEL = "source tokens per slot (compression ratio)"
 
 
 @dataclass(frozen=True)
-class Curve:
+class ScoreCurve:
     """A system's scores as points (ratio, score from 0 to 1, margin of error on either side)."""
 
     label: str
     points: Sequence[tuple[float, float, float]]
 
 
-def plot_scores(path: str | Path, curves: Sequence[Curve], levels: Mapping[str, float], title: str = "") -> Path:
+def plot_scores(path: str | Path, curves: Sequence[ScoreCurve], levels: Mapping[str, float], title: str = "") -> Path:
     """Save a plot of answer F1 against the compression ratio as a PNG; return its path.
 
     The first of `curves` is what the plot is about; five curves can be told apart. `levels` are scores that have no
@@ -35,15 +35,15 @@ def plot_scores(path: str | Path, curves: Sequence[Curve], levels: Mapping[str, 
     """
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
-    draw(axes, curves, levels, sorted({ratio for curve in curves for ratio, _, _ in curve.points}))
+    draw_curves(axes, curves, levels, sorted({ratio for curve in curves for ratio, _, _ in curve.points}))
     axes.set_xlabel(XLABEL)
     axes.set_ylabel("answer F1")
     axes.set_title(title, loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
-def draw(axes: Any, curves: Sequence[Curve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
+def draw_curves(axes: Any, curves: Sequence[ScoreCurve], levels: Mapping[str, float], ticks: Sequence[float]) -> None:
     """Draw curves of scores from 0 to 1 with error bars, and levels as horizontal lines, over a logarithmic axis."""
     for i, curve in enumerate(curves):
         ratios, scores, margins = np.transpose(curve.points)
@@ -83,7 +83,7 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def save(figure: Figure, path: str | Path) -> Path:
+def save_figure(figure: Figure, path: str | Path) -> Path:
     """Write a figure as a PNG, and the folders above it; return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,12 +36,12 @@ def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[
     return questions[:limit]
 
 
-def digest(questions: Sequence[Question]) -> str:
+def questions_digest(questions: Sequence[Question]) -> str:
     """Return the SHA-256 of questions with their passages and answers, in hex digits."""
     return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()
 
 
-class Neighbors:
+class NeighborPassages:
     """A set of passages that finds the nearest neighbors of each by MiniLM; needs the extra `sentences`."""
 
     def __init__(self, passages: Sequence[str]) -> None:

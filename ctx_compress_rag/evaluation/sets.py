@@ -12,9 +12,15 @@ from ctx_compress_rag.data.examples import read_jsonl, spread
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import Asking, SystemAnswers, answer, conditions, prompt_of
-from ctx_compress_rag.evaluation.harness import Score, save, scores_of, systems_of, table
-from ctx_compress_rag.evaluation.questions import Neighbors, Question, questions_of
+from ctx_compress_rag.evaluation.answering import (
+    EvaluationOptions,
+    SystemAnswers,
+    answer_questions,
+    evaluation_conditions,
+    question_chat,
+)
+from ctx_compress_rag.evaluation.harness import SystemScore, compared_systems, save_scores, score_answers, score_table
+from ctx_compress_rag.evaluation.questions import NeighborPassages, Question, questions_of
 
 _ANSWERS = "answers.jsonl"
 
@@ -28,7 +34,7 @@ folder) -> the table as Markdown, and JSON values for scores.json."""
 class SetScores:
     """The result for a set, which is the scores, all tables as Markdown, and how many questions were asked."""
 
-    scores: list[Score]
+    scores: list[SystemScore]
     text: str
     questions: int
 
@@ -46,7 +52,7 @@ def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[s
         examples = read_jsonl(file, unanswerable=True)
         sets[name] = spread(questions_of(examples), limit)
         if any(len(q.passages) < passages for q in sets[name]):
-            neighbors = Neighbors([passage for e in examples for passage in e.passages])
+            neighbors = NeighborPassages([passage for e in examples for passage in e.passages])
             sets[name] = [neighbors.among(q, passages) for q in sets[name]]
     return sets
 
@@ -58,7 +64,7 @@ def evaluate_sets(
     output: str | Path,
     *,
     extras: Mapping[str, Extra] | None = None,
-    **asking: Unpack[Asking],
+    **asking: Unpack[EvaluationOptions],
 ) -> dict[str, SetScores]:
     """Score each set as `evaluate` does; write answers, scores and plots, and return the results by set.
 
@@ -68,7 +74,7 @@ def evaluate_sets(
     """
     ratios = ratios or bundle.config.ratios
     untrained = [ratio for ratio in ratios if ratio not in bundle.config.ratios]
-    fit = {name: fitting(bundle, asked, asking.get("max_tokens")) for name, asked in sets.items()}
+    fit = {name: fitting_questions(bundle, asked, asking.get("max_tokens")) for name, asked in sets.items()}
     for name, questions in fit.items():
         answered = sum(bool(q.answers) for q in questions)
         if answered < 2:
@@ -80,27 +86,27 @@ def evaluate_sets(
     for name, questions in fit.items():
         too_long = len(sets[name]) - len(questions)
         folder = Path(output, name) if len(sets) > 1 else Path(output)
-        systems = systems_of(bundle, questions, **asking)
-        answers = answer(bundle, questions, ratios, systems, log=folder / _ANSWERS, **asking)
-        scores = scores_of(questions, answers)
+        systems = compared_systems(bundle, questions, **asking)
+        answers = answer_questions(bundle, questions, ratios, systems, log=folder / _ANSWERS, **asking)
+        scores = score_answers(questions, answers)
         about = {"bundle": bundle.config.name, "data": name, "questions": len(questions), "too_long": too_long}
-        tables = [table(scores)]
+        tables = [score_table(scores)]
         for key, extra in (extras or {}).items():
             text, about[key] = extra(bundle, questions, answers, folder)
             tables.append(text)
         said = f"{len(questions)} questions from {name}"
         said += f" ({too_long} are longer than the window)" if too_long else ""
-        said += f"; not trained for {', '.join(map(report.times, untrained))}" if untrained else ""
+        said += f"; not trained for {', '.join(map(report.ratio_text, untrained))}" if untrained else ""
         text = "\n\n".join([*tables, said])
-        save(scores, text, folder, {**conditions(bundle, questions, **asking), **about})
+        save_scores(scores, text, folder, {**evaluation_conditions(bundle, questions, **asking), **about})
         results[name] = SetScores(scores, text, len(questions))
     return results
 
 
-def fitting(bundle: Bundle, questions: Sequence[Question], max_tokens: int | None = None) -> list[Question]:
+def fitting_questions(bundle: Bundle, questions: Sequence[Question], max_tokens: int | None = None) -> list[Question]:
     """Return the questions whose full text fits into the decoder's window with an answer."""
     window, count = bundle.backbone.window, Decoder(bundle).preparer.count_chat_tokens
     if window is None:
         return list(questions)
     most, template = window - (max_tokens or bundle.config.answer_tokens), bundle.config.template
-    return [q for q in questions if count(prompt_of(template, q.passages, q.question)) <= most]
+    return [q for q in questions if count(question_chat(template, q.passages, q.question)) <= most]

@@ -27,7 +27,7 @@ def standard_error(scores: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Interval:
+class ConfidenceInterval:
     """A score with the bounds of its confidence interval."""
 
     value: float
@@ -37,7 +37,7 @@ class Interval:
 
 def teacher_normalized(
     compressed: Sequence[float], no_context: Sequence[float], full_text: Sequence[float]
-) -> Interval | None:
+) -> ConfidenceInterval | None:
     """Return the share of the gain from full text that compression keeps (Simple Context Compression, section 5.1).
 
     The share is (compressed - no context) / (full text - no context), where each is the mean of any score over the same
@@ -62,6 +62,6 @@ def _resampled(*systems: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[
     return scores.mean(axis=1), np.stack([scores[:, draw].mean(axis=1) for draw in draws])
 
 
-def _interval(value: float, resampled: NDArray[np.float64]) -> Interval:
+def _interval(value: float, resampled: NDArray[np.float64]) -> ConfidenceInterval:
     low, high = np.quantile(resampled, [_TAIL, 1 - _TAIL])
-    return Interval(float(value), float(low), float(high))
+    return ConfidenceInterval(float(value), float(low), float(high))

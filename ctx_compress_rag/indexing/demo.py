@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.evaluation.answering import DEFAULT, FULL, NONE, Key, Prompts, answer_each
+from ctx_compress_rag.evaluation.answering import DEFAULT, FULL, NONE, EvaluationPrompts, Key, answer_with_systems
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.indexing.demo_corpus import LICENSE, DemoCorpus, wikipedia_corpus
 from ctx_compress_rag.indexing.index import IndexHit, PassageIndex, open_index
@@ -75,10 +75,10 @@ def _compare(index: PassageIndex, corpus: DemoCorpus, hits: list[list[IndexHit]]
     store, config = index.store, index.bundle.config
     asked = [Question(tuple(h.text for h in f), q.text, q.answers) for q, f in zip(corpus.questions, hits, strict=True)]
     decoder = Decoder(index.bundle, store, batch_size=len(asked))
-    prompts = Prompts(decoder, store, TEMPLATES[0], ids={hit.text: hit.id for found in hits for hit in found})
+    prompts = EvaluationPrompts(decoder, store, TEMPLATES[0], ids={hit.text: hit.id for found in hits for hit in found})
     soft: list[Key] = [(DEFAULT, ratio) for ratio in sorted(config.ratios) if ratio <= _COARSEST]
     sampling = Sampling(max_tokens=_ANSWER_TOKENS, extractive=config.extractive)
-    answers = answer_each(prompts, asked, [(FULL, None), *soft, (NONE, None)], sampling)
+    answers = answer_with_systems(prompts, asked, [(FULL, None), *soft, (NONE, None)], sampling)
     sizes = {
         FULL: sum(len(passage.text.encode()) for passage in corpus.passages),
         DEFAULT: store.info().payload_bytes,

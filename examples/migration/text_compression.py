@@ -12,7 +12,7 @@ from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 
-from ctx_compress_rag.evaluation.baselines import extract
+from ctx_compress_rag.evaluation.baselines import extract_sentences
 from ctx_compress_rag.marking.budget import nearest_sentences
 from langchain_ctx_compress import CompressedContextPostprocessor
 from migration.app import App, answering, compare, make_app
@@ -37,7 +37,7 @@ class TextCompressor(BaseDocumentCompressor):
         """Shorten the documents, and drop those with no text left."""
         texts = [document.page_content for document in documents]
         budget = int(self.rate * sum(len(self.tokenizer.tokenize(text)) for text in texts))
-        kept = extract(nearest_sentences(texts, query), self.tokenizer.tokenize, budget)
+        kept = extract_sentences(nearest_sentences(texts, query), self.tokenizer.tokenize, budget)
         return [d.model_copy(update={"page_content": text}) for d, text in zip(documents, kept, strict=True) if text]
 
 

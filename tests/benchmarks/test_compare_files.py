@@ -18,7 +18,7 @@ from benchmarks.compare.run import Plan
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
-from ctx_compress_rag.evaluation.answering import FULL, prompt_of
+from ctx_compress_rag.evaluation.answering import FULL, question_chat
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.examples import load_examples
@@ -158,7 +158,7 @@ def test_baselines_are_the_merged_decoder_s(finished: Path, settings: dict[str, 
     model = AutoModelForCausalLM.from_pretrained(finished / "decoder", dtype=torch.float32)
     f1 = []
     for q in asked:
-        chat = prompt_of(TEMPLATES[0], q.passages, q.question)
+        chat = question_chat(TEMPLATES[0], q.passages, q.question)
         f1.append(token_f1(by_transformers(model, tiny_tokenizer, chat, 32).strip(), q.answers))
     [score] = [s for s in results(finished, "baselines")["scores"] if s["system"] == FULL]
     assert score["f1"] == pytest.approx(f1)

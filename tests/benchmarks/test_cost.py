@@ -9,7 +9,7 @@ import pytest
 from benchmarks.timing.cost import measure
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.evaluation.answering import FULL, SOFT, prompt_of
+from ctx_compress_rag.evaluation.answering import FULL, SOFT, question_chat
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
@@ -39,7 +39,7 @@ def test_operations_are_those_of_the_matrix_products(tiny_bundle: Any, tmp_path:
         decoder = Decoder(tiny_bundle, store)
 
         def given(texts: Any) -> Any:
-            return prompt_of(TEMPLATES[0], texts(), "What is it about?")
+            return question_chat(TEMPLATES[0], texts(), "What is it about?")
 
         makers = {
             FULL: partial(given, lambda: passages),

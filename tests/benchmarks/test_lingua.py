@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import BertConfig, BertForTokenClassification, PreTrainedTokenizerFast
 
 from benchmarks.scoring.lingua import LLMLingua2
-from ctx_compress_rag.evaluation.baselines import count
+from ctx_compress_rag.evaluation.baselines import count_tokens
 
 PASSAGES = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea. Her first job was at the salt works of Pell.",
@@ -52,7 +52,7 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("budget", [0, 1, 5, 20, 10_000])
 def test_the_budget_is_spent_on_the_passages_own_words(bert_folder: Path, tiny_tokenizer: Any, budget: int) -> None:
     kept = LLMLingua2(str(bert_folder)).shorten(PASSAGES, tiny_tokenizer, budget)
-    spent = sum(count(text, tiny_tokenizer) for text in kept)
+    spent = sum(count_tokens(text, tiny_tokenizer) for text in kept)
     assert spent <= budget
     if budget == 10_000:
         assert kept == PASSAGES

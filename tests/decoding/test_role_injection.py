@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_config
+from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_bundle_config
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
@@ -37,7 +37,7 @@ NAMES = [*architectures.NAMES, *SHIPPED]
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     name = request.param
     if name in SHIPPED:  # the tokenizer is what differs; SmolLM2's own layers would take minutes
-        decoder: Any = read_config(SHIPPED[name] / CONFIG_FILE).decoder
+        decoder: Any = read_bundle_config(SHIPPED[name] / CONFIG_FILE).decoder
         file = gguf_file(decoder)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
         model = tiny_llama(tokenizer)

@@ -11,8 +11,17 @@ import pytest
 from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.evaluation.agreement import FEWEST, Agreement, advice, agreement, as_text, save, table, worst
-from ctx_compress_rag.evaluation.answering import DEFAULT, EXTRACTED, FULL, NONE, SOFT, Key, Prompts
+from ctx_compress_rag.evaluation.agreement import (
+    FEWEST,
+    Agreement,
+    agreement_advice,
+    agreement_table,
+    agreement_text,
+    measure_agreement,
+    save_agreement,
+    worst_agreements,
+)
+from ctx_compress_rag.evaluation.answering import DEFAULT, EXTRACTED, FULL, NONE, SOFT, EvaluationPrompts, Key
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 from helpers.cli import save_bundle, write_docs
@@ -34,8 +43,8 @@ TOKENS = 6
 
 def test_answers_are_those_asked_one_by_one(talkative: Any, tmp_path: Path) -> None:
     with SoftContextStore(tmp_path, talkative) as store:
-        compared = agreement(store, ASKED, RATIOS, max_tokens=TOKENS, batch_size=2)
-        prompts = Prompts(Decoder(talkative, store), store, talkative.config.template)
+        compared = measure_agreement(store, ASKED, RATIOS, max_tokens=TOKENS, batch_size=2)
+        prompts = EvaluationPrompts(Decoder(talkative, store), store, talkative.config.template)
 
         def ask(key: Key, q: Question) -> Any:
             return prompts.decoder.generate([prompts.make(key, q)], Sampling(max_tokens=TOKENS))[0]
@@ -54,7 +63,7 @@ def test_passages_are_found_by_their_ids(talkative: Any, tmp_path: Path) -> None
     ids = dict(zip(PASSAGES, "abc", strict=True))
     with SoftContextStore(tmp_path, talkative) as store:
         store.add(PASSAGES, list(ids.values()), progress=False)
-        agreement(store, ASKED, [8], ids=ids, max_tokens=1)
+        measure_agreement(store, ASKED, [8], ids=ids, max_tokens=1)
         assert sorted(store.ids()) == ["a", "b", "c"]
 
 
@@ -63,7 +72,7 @@ def test_by_default_the_ratios_that_the_store_serves(
 ) -> None:
     def ratios(name: str, bundle: Any, ratio: int | None) -> list[int | None]:
         with SoftContextStore(tmp_path / name, bundle, ratio=ratio) as store:
-            found = agreement(store, ASKED[1:2], max_tokens=1)
+            found = measure_agreement(store, ASKED[1:2], max_tokens=1)
             return [each.ratio for each in found if each.system == SOFT]
 
     assert ratios("nestable", talkative, None) == [4, 8, 16]
@@ -94,23 +103,25 @@ CASES = [
 
 
 def test_worst_are_those_that_differ_first() -> None:
-    assert worst(CASES) == [CASES[5], CASES[4], CASES[9]]
-    assert worst(CASES, 1) == [CASES[5]]
-    assert worst(CASES[:4] + CASES[6:9]) == []
-    text = as_text([CASES[5]])
+    assert worst_agreements(CASES) == [CASES[5], CASES[4], CASES[9]]
+    assert worst_agreements(CASES, 1) == [CASES[5]]
+    assert worst_agreements(CASES[:4] + CASES[6:9]) == []
+    text = agreement_text([CASES[5]])
     assert text.splitlines()[0] == "c" and "Nine people." in text and "soft context 4x: a goat" in text
 
 
 def test_table_has_means_and_standard_errors(tmp_path: Path) -> None:
-    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(CASES).splitlines()]
+    header, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in agreement_table(CASES).splitlines()
+    ]
     f1 = [1.0, 0.5, 0.0]
     assert rows[1] == ["soft context 4x", "1 of 3", f"{mean(f1):.3f} ± {stdev(f1) / 3**0.5:.3f}", "20"]
     names = ["no context", "soft context 4x", "best sentences 4x", "soft context 8x", "full text"]
     assert [row[0] for row in rows] == names
     assert rows[-1][-1] == "90" and {len(row) for row in rows} == {len(header)}
-    save(CASES, tmp_path)
+    save_agreement(CASES, tmp_path)
     assert [row["f1"] for row in json.loads((tmp_path / "agreement.json").read_text())] == [c.f1 for c in CASES]
-    assert (tmp_path / "agreement.md").read_text() == f"{table(CASES)}\n\n{advice(CASES)}\n"
+    assert (tmp_path / "agreement.md").read_text() == f"{agreement_table(CASES)}\n\n{agreement_advice(CASES)}\n"
 
 
 @pytest.mark.parametrize(
@@ -130,9 +141,9 @@ def test_the_advice_is_one_sentence(own: dict[int, list[float]], sentences: list
         for ratio, scores in by_ratio.items()
         for place, f1 in enumerate(scores * (FEWEST // 2))
     ]
-    said = advice(cases)
+    said = agreement_advice(cases)
     assert advised in said and "\n" not in said and said.count(". ") == 0
-    assert "ratio 4" not in advice([each for each in cases if each.question != "0"])  # one question too few
+    assert "ratio 4" not in agreement_advice([each for each in cases if each.question != "0"])  # one question too few
 
 
 def test_command_compares_answers_about_an_index(

@@ -16,7 +16,7 @@ from ctx_compress_rag.evaluation.answering import (
     SOFT,
     TRUNCATED,
     SystemAnswers,
-    answer,
+    answer_questions,
 )
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 
@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def scored(bundle: Any, questions: list[Question], log: Path | None, **options: Any) -> SystemAnswers:
-    return answer(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_tokens=4, log=log, **options)
+    return answer_questions(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_tokens=4, log=log, **options)
 
 
 @pytest.fixture(scope="module")

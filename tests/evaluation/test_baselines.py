@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ctx_compress_rag.evaluation.baselines import truncate
-from ctx_compress_rag.evaluation.plots import Curve, plot_scores
+from ctx_compress_rag.evaluation.baselines import truncate_passages
+from ctx_compress_rag.evaluation.plots import ScoreCurve, plot_scores
 from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from helpers import architectures
@@ -33,7 +33,7 @@ def count(texts: list[str], tokenizer) -> int:
 @given(st.lists(st.text(max_size=40), max_size=4), st.integers(0, 60))
 def test_truncation_keeps_starts_within_the_budget(name: str, texts: list[str], budget: int) -> None:
     tokenizer = TOKENIZERS[name]
-    kept = truncate(texts, tokenizer, budget)
+    kept = truncate_passages(texts, tokenizer, budget)
     assert count(kept, tokenizer) <= budget
     assert len(kept) == len(texts)
     assert all(text.startswith(head) for text, head in zip(texts, kept, strict=True))
@@ -44,7 +44,7 @@ def test_truncation_keeps_starts_within_the_budget(name: str, texts: list[str], 
 @pytest.mark.parametrize("budget", [1, 7, 20, 41])
 def test_truncation_spends_the_budget_in_proportion(budget: int) -> None:
     tokenizer = TOKENIZERS["byte-level BPE"]
-    kept = truncate(PASSAGES, tokenizer, budget)
+    kept = truncate_passages(PASSAGES, tokenizer, budget)
     assert count(kept, tokenizer) == budget  # ASCII text: a cut never falls within a character
     total = count(PASSAGES, tokenizer)
     for whole, head in zip(PASSAGES, kept, strict=True):
@@ -68,9 +68,9 @@ def test_sentences_have_the_encoders_cosine_and_none_is_torn() -> None:
 
 
 def test_the_plot_shows_what_it_is_given(tmp_path: Path) -> None:
-    soft = Curve("soft context", [(4, 0.95, 0.02), (8, 0.9, 0.03), (16, 0.8, 0.04)])
-    truncation = Curve("truncation", [(4, 0.4, 0.1), (8, 0.2, 0.1), (16, 0.1, 0.1)])
-    exact = Curve(soft.label, [(ratio, score, 0.0) for ratio, score, _ in soft.points])
+    soft = ScoreCurve("soft context", [(4, 0.95, 0.02), (8, 0.9, 0.03), (16, 0.8, 0.04)])
+    truncation = ScoreCurve("truncation", [(4, 0.4, 0.1), (8, 0.2, 0.1), (16, 0.1, 0.1)])
+    exact = ScoreCurve(soft.label, [(ratio, score, 0.0) for ratio, score, _ in soft.points])
     given = {"both": [soft, truncation], "alone": [soft], "no bars": [exact]}
     paths = [plot_scores(tmp_path / "new" / f"{name}.png", each, {"full text": 0.97}) for name, each in given.items()]
     paths.append(plot_scores(tmp_path / "no levels.png", [soft], {}))

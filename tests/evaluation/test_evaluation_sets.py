@@ -12,9 +12,9 @@ from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers
-from ctx_compress_rag.evaluation.harness import table
+from ctx_compress_rag.evaluation.harness import score_table
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting, question_sets
+from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting_questions, question_sets
 from ctx_compress_rag.models.sentence_embedding import passage_vectors
 from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
 
@@ -27,7 +27,7 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
         key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30, None)
         for key in ((FULL, None), (NONE, None), (SOFT, 4))
     }
-    for score in harness.scores_of(questions, answers):
+    for score in harness.score_answers(questions, answers):
         texts = answers[score.system, score.ratio].texts
         asked = [(t, q.answers) for t, q in zip(texts, questions, strict=True) if q.answers]
         rest = [t for t, q in zip(texts, questions, strict=True) if not q.answers]
@@ -37,7 +37,7 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
         assert score.exact_match_error == pytest.approx(exact.std(ddof=1) / len(exact) ** 0.5)
         assert score.declined == pytest.approx(np.mean([t in ("", NO_ANSWER) for t in rest]))
         assert score.wrongly_declined == pytest.approx(np.mean([t in ("", NO_ANSWER) for t, _ in asked]))
-        assert f"{score.declined:.3f} ±" in table([score])
+        assert f"{score.declined:.3f} ±" in score_table([score])
 
 
 def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     files = [str(tmp_path / f"set{n}.jsonl") for n in (1, 2)]
     sets = question_sets(files, 9)
     assert {name: len(questions) for name, questions in sets.items()} == {"set1": 3, "set2": 5}
-    assert len(fitting(tiny_bundle, sets["set2"])) == 4
+    assert len(fitting_questions(tiny_bundle, sets["set2"])) == 4
     scored = evaluate_sets(tiny_bundle, sets, (4, 32), tmp_path / "out", sentences=False)
     assert "3 questions from set1" in scored["set1"].text
     assert "4 questions from set2 (1 are longer than the window); not trained for 32x" in scored["set2"].text

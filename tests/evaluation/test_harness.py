@@ -18,11 +18,11 @@ from ctx_compress_rag.evaluation.answering import (
     NONE,
     SOFT,
     TRUNCATED,
-    answer_each,
-    each_store,
+    answer_with_systems,
+    evaluation_stores,
 )
-from ctx_compress_rag.evaluation.baselines import truncate
-from ctx_compress_rag.evaluation.harness import evaluate, systems_of
+from ctx_compress_rag.evaluation.baselines import truncate_passages
+from ctx_compress_rag.evaluation.harness import compared_systems, evaluate
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import load_minilm
@@ -42,13 +42,13 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
     encoder = load_minilm()
 
     def shouted(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
-        return truncate([passage.upper() for passage in passages], tokenizer, budget)
+        return truncate_passages([passage.upper() for passage in passages], tokenizer, budget)
 
     added: Any = {"shorteners": {"shouted": shouted}}
     monkeypatch.setattr(tiny_bundle, "config", tiny_bundle.config.model_copy(update={"text_share": 0.3}))
-    systems = systems_of(tiny_bundle, QUESTIONS, **added)
+    systems = compared_systems(tiny_bundle, QUESTIONS, **added)
     assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT, "shouted"]
-    (_, prompts) = next(stores := each_store(tiny_bundle, QUESTIONS, (8,), **added))
+    (_, prompts) = next(stores := evaluation_stores(tiny_bundle, QUESTIONS, (8,), **added))
     store, preparer = prompts.store, prompts.decoder.preparer
     for q in QUESTIONS:
         made = {system: prompts.make((system, 8), q) for system in systems[2:]}
@@ -70,7 +70,7 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
             assert made[system] == messages(TEMPLATES[0], "\n\n".join(filter(None, texts)), q.question)
     assert next(stores, None) is None
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
-    assert systems_of(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]
+    assert compared_systems(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]
 
 
 def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,12 +82,12 @@ def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any, monkeypatch:
         return generate(decoder, chats, sampling)
 
     monkeypatch.setattr(Decoder, "generate", noted)
-    for _, prompts in each_store(tiny_bundle, QUESTIONS, (8,)):
+    for _, prompts in evaluation_stores(tiny_bundle, QUESTIONS, (8,)):
         keys = [(SOFT, 8), (BEST, 8), (DEFAULT, 8)]
-        together = answer_each(prompts, QUESTIONS, keys, Sampling(max_tokens=4))
+        together = answer_with_systems(prompts, QUESTIONS, keys, Sampling(max_tokens=4))
         assert len(asked) == len(set(asked)) < 3 * len(QUESTIONS)
         for key in keys:
-            assert together[key] == answer_each(prompts, QUESTIONS, [key], Sampling(max_tokens=4))[key]
+            assert together[key] == answer_with_systems(prompts, QUESTIONS, [key], Sampling(max_tokens=4))[key]
 
 
 def test_the_engine_is_the_one_that_is_asked_for(tiny_bundle: Any) -> None:

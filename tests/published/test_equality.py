@@ -11,7 +11,7 @@ from torch import Tensor
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.splice import splice
 from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.evaluation.answering import prompt_of
+from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.prompt import Prompt
 from helpers.published import CHECKPOINTS, FIRST, TEXTS
@@ -27,7 +27,7 @@ def asked(bundle: Bundle, folder: Path, texts: list[str]) -> Prompt:
     """The prompt that asks about texts through a store, with slots that no codec has rounded."""
     with SoftContextStore(folder, bundle) as store:
         decoder = Decoder(bundle, store)
-        chat = prompt_of(bundle.config.template, mark_texts(store, texts), TEXTS["question"])
+        chat = question_chat(bundle.config.template, mark_texts(store, texts), TEXTS["question"])
         [prompt] = decoder.preparer.prepare([chat])
     exact = iter([bundle.embed(soft) for soft in bundle.compress(texts)])
     pieces = tuple(next(exact) if piece.is_floating_point() else piece for piece in prompt.pieces)

@@ -19,7 +19,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.evaluation.answering import prompt_of
+from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store.marker import Marker
@@ -66,7 +66,7 @@ def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Pat
     """The vectors around slots are positions of the prompt; a budget holds with them."""
     with SoftContextStore(tmp_path, bundle) as store:
         decoder = Decoder(bundle, store)
-        chat = prompt_of(bundle.config.template, mark_texts(store, PASSAGES), TEXTS["question"])
+        chat = question_chat(bundle.config.template, mark_texts(store, PASSAGES), TEXTS["question"])
         [prompt] = decoder.preparer.prepare([chat])
         assert decoder.preparer.count_chat_tokens(chat) == prompt.length
         markers = [part for part in store.split(chat[-1]["content"]) if isinstance(part, Marker)]
@@ -90,7 +90,7 @@ def test_both_frameworks_ask_as_it_was_trained(bundle: Bundle, tmp_path: Path) -
     """By their own defaults for what stands between passages."""
     texts, question = TEXTS["prompts"]["several"], TEXTS["question"]
     with SoftContextStore(tmp_path, bundle) as store:
-        chat = prompt_of(bundle.config.template, mark_texts(store, texts), question)
+        chat = question_chat(bundle.config.template, mark_texts(store, texts), question)
         [expected] = Decoder(bundle, store).generate([chat], Sampling(max_tokens=TOKENS))
         assert expected.slots and expected.text
         # LangChain joins a stream, in which bytes that are no text may look different; random weights write such bytes.
@@ -172,7 +172,7 @@ def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) ->
     builder = PromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)
     holed = builder.holed_prompt(Example(tuple(texts), (Turn(TEXTS["question"], ("",)),)), config.template)
     with SoftContextStore(tmp_path, bundle) as store:
-        chat = prompt_of(config.template, mark_texts(store, texts), TEXTS["question"])
+        chat = question_chat(config.template, mark_texts(store, texts), TEXTS["question"])
         [prompt] = Decoder(bundle, store).preparer.prepare([chat])
     trained = holed.fill([bundle.embed(soft) for soft in bundle.compress(texts)])
     assert torch.equal(trained.ids()[~trained.answers], prompt.ids())

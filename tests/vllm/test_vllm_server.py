@@ -9,7 +9,7 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.evaluation.answering import prompt_of
+from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.store import SoftContextStore
@@ -33,7 +33,7 @@ def here(vllm: Any, store: SoftContextStore) -> Decoder:
 
 @pytest.fixture(scope="module")
 def soft(vllm: Any, store: SoftContextStore) -> list[dict[str, str]]:
-    return prompt_of(vllm.bundle.config.template, mark_texts(store, [PASSAGE], ratio=4), QUESTION)
+    return question_chat(vllm.bundle.config.template, mark_texts(store, [PASSAGE], ratio=4), QUESTION)
 
 
 class TestMatrix(EngineTests):

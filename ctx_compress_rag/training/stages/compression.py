@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_config
+from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_bundle_config
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
@@ -94,7 +94,7 @@ class CompressionRecipe(Recipe):
         file = Path(SHIPPED.get(str(bundle), bundle or "")) / CONFIG_FILE
         if bundle is None or not file.exists():
             return settings
-        config = read_config(file)
+        config = read_bundle_config(file)
         own = {key: getattr(config, key) for key in ("name", "reads", "base_ratio", "ratios")}
         own |= {"window": config.max_tokens, **settings}
         if cls.asks and isinstance(own.get("data"), dict):
