@@ -1,5 +1,6 @@
 """Interrupts, forks, removed folders, full disks: nothing is left locked, lost or unsaid."""
 
+import itertools
 import os
 import random
 import shutil
@@ -83,15 +84,17 @@ def sigint() -> Iterator[None]:
 
 
 def test_an_interrupted_add_stops_after_the_batch_and_is_resumed(tmp_path: Path, sigint: None) -> None:
-    class Slow(WordBundle):
+    main, batches = threading.get_ident(), itertools.count()
+
+    class Interrupted(WordBundle):
         def compress(self, texts: Any, ratio: int | None = None) -> Any:
-            time.sleep(1)
+            if next(batches) == 0:
+                signal.pthread_kill(main, signal.SIGINT)
+                time.sleep(0.5)  # the batch is still being compressed when the caller gets the interrupt
             return super().compress(texts, ratio)
 
     texts = [passage(n, 700) for n in range(120)]
-    with SoftContextStore(tmp_path, Slow()) as store:
-        interrupter = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        interrupter.start()
+    with SoftContextStore(tmp_path, Interrupted()) as store:
         with pytest.raises(KeyboardInterrupt):
             store.add(texts, progress=False)
         report = store.add(texts, progress=False)  # waits for the batch that was begun
