@@ -16,7 +16,7 @@ from ctx_compress_rag.adaptation.config import AdaptationRecipe
 from ctx_compress_rag.adaptation.stages import AnswersMean, Batches, open_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.preparer import Preparer
+from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.training.engine.loop import Job
 from ctx_compress_rag.training.recipe import register
@@ -31,7 +31,7 @@ class PromptTuningRecipe(AdaptationRecipe):
     virtual_tokens: int = Field(default=20, gt=0)
 
 
-class PrefixedPreparer(Preparer):
+class PrefixedPreparer(PromptPreparer):
     """Puts a soft prefix (tokens, dim) before every prompt; counts of slots include it."""
 
     prefix: Tensor

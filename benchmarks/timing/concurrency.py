@@ -20,7 +20,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.engines.merging import merged_model
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.prompt import PromptLike
 
 
@@ -105,7 +105,7 @@ def over_generate(decoder: Decoder, prompt: PromptLike, new_tokens: int, rounds:
     """
     bundle, store = decoder.bundle, decoder.store
     assert isinstance(bundle, Bundle)
-    model, batch = merged_model(bundle), splice(bundle.backbone.embeddings, decoder.preparer.prepare([prompt]))
+    model, batch = merged_model(bundle), splice_prompts(bundle.backbone.embeddings, decoder.preparer.prepare([prompt]))
     settings = GenerationConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     given: Any = {"inputs_embeds": batch.inputs_embeds, "attention_mask": batch.attention_mask}
     sampling = Sampling(max_tokens=new_tokens)

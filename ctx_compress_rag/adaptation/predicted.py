@@ -21,7 +21,7 @@ from ctx_compress_rag.adaptation.updates import GradientUpdate, norms, sgd
 from ctx_compress_rag.bundle.files import read_bundle_tensors
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.prompt import Prompt
@@ -91,7 +91,7 @@ def pooled_states(
     are not run. None takes the last layer, after the final norm. The paper does not name the layer.
     """
     rows = [row for context in contexts for row in context]
-    batch = splice(decoder.backbone.embeddings, rows)
+    batch = splice_prompts(decoder.backbone.embeddings, rows)
     with opened(decoder.text_decoder(), base) as model:
         states = _hidden_states(model, batch.model_inputs(), layer)
     last = states[:, -1].float()  # padding is on the left

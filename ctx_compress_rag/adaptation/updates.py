@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.adaptation.adapt import opened
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.splice import predict, splice
+from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
 from ctx_compress_rag.prompt import Prompt
 
 
@@ -54,10 +54,10 @@ def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], a
     """
     rows = [row for context in contexts for row in context]
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
-    batch = splice(decoder.backbone.embeddings, rows)
+    batch = splice_prompts(decoder.backbone.embeddings, rows)
     own = None if adapter is None else adapter.rows(owners)
     with opened(decoder.text_decoder(), own) as model:
-        logits, ids = predict(model, batch, rows)
+        logits, ids = predict_answers(model, batch, rows)
     losses = F.cross_entropy(logits, ids, reduction="none")
     tokens = torch.tensor([int(row.answers.sum()) for row in rows])
     of_token = owners.repeat_interleave(tokens).to(losses.device)

@@ -58,7 +58,7 @@ def ask(
     shared.check_apart(text_share=text_share, text=text)
     options = shared.engine_options(engine, server_key, weights=weights)
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
-        from ctx_compress_rag.decoding.decoder import Decoder, quotes
+        from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
         from ctx_compress_rag.decoding.sampling import Sampling
         from ctx_compress_rag.indexing.retrieval import Retrieval
         from ctx_compress_rag.marking.mark import Marking
@@ -66,7 +66,7 @@ def ask(
         config = opened.bundle.config
         decoder = Decoder(opened.bundle, opened.store, engine=engine, **options)
         if extractive is None:
-            extractive = quotes(opened.bundle, engine)
+            extractive = quotes_by_default(opened.bundle, engine)
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
         marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
         retrieval = Retrieval(opened, k, marking)

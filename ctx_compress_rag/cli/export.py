@@ -38,4 +38,4 @@ def export(
         return
     from ctx_compress_rag.decoding import export as exporting
 
-    print(shlex.join(exporting.export(opened, folder)))
+    print(shlex.join(exporting.export_for_vllm(opened, folder)))

@@ -75,7 +75,7 @@ def serve(
     of the scope of the request's API key. Without keys, the server answers only this machine, in the store's scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.decoding.decoder import Decoder, quotes
+    from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.indexing.retrieval import Retrieval
     from ctx_compress_rag.marking.mark import Marking
@@ -101,7 +101,7 @@ def serve(
             served, opened = index.bundle, index.store
             if retrieve is not None:
                 marking = Marking(opened, ratio)
-                retrieval = Retrieval(index, retrieve, marking, extractive=quotes(served, engine))
+                retrieval = Retrieval(index, retrieve, marking, extractive=quotes_by_default(served, engine))
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:

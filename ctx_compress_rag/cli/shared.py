@@ -111,9 +111,9 @@ def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
 
     A server's key may stand in the environment, so other engines ignore it.
     """
-    from ctx_compress_rag.decoding.decoder import check_options, is_address
+    from ctx_compress_rag.decoding.decoder import check_engine_options, is_server_address
 
-    key = server_key if is_address(engine) else None
+    key = server_key if is_server_address(engine) else None
     given = {name: value for name, value in {"api_key": key, **options}.items() if value is not None}
-    check_options(engine, given)
+    check_engine_options(engine, given)
     return given

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ctx_compress_rag.decoding.logprobs import Recorder
+from ctx_compress_rag.decoding.logprobs import LogprobRecorder
 from ctx_compress_rag.decoding.quoting import QuoteFilter
 from ctx_compress_rag.decoding.sampling import FinishReason, Generation, Sampling
-from ctx_compress_rag.decoding.settings import own_processors, own_settings
+from ctx_compress_rag.decoding.settings import generation_processors, generation_settings
 from ctx_compress_rag.decoding.structured import JsonFilter
 from ctx_compress_rag.prompt import Prompt
 
@@ -25,7 +25,7 @@ Filter = Callable[[Sequence[int], Tensor], Tensor]
 """A function of an answer's ids so far and the scores (vocabulary,) of its next token, which returns new scores."""
 
 
-class Answering:
+class GrowingAnswer:
     """The answer to one prompt, which grows by one token at a time; an engine makes one for each prompt.
 
     `settings` is the decoder's `generation_config`. `window` is the most positions of prompt and answer together, or
@@ -44,7 +44,7 @@ class Answering:
     ) -> None:
         self.ids: list[int] = []  # end token included
         self.limit = sampling.max_tokens if window is None else min(sampling.max_tokens, window - prompt.length)
-        own = own_settings(settings) if sampling.decoder_settings else {}
+        own = generation_settings(settings) if sampling.decoder_settings else {}
         stop = own.pop("stop_strings", ())
         self._stop = (*sampling.stop, *([stop] if isinstance(stop, str) else stop))
         special, ends = tokenizer.get_added_vocab(), settings.eos_token_id
@@ -53,8 +53,8 @@ class Answering:
         self.end_ids = ends - {None} | {special[each] for each in self._stop if each in special}
         self._prompt = prompt
         self._text = _Text(tokenizer)
-        self._recorder = Recorder(tokenizer, sampling.top_logprobs) if sampling.logprobs else None
-        self._filters = [_of_transformers(each) for each in own_processors(own, self.end_ids, device)]
+        self._recorder = LogprobRecorder(tokenizer, sampling.top_logprobs) if sampling.logprobs else None
+        self._filters = [_of_transformers(each) for each in generation_processors(own, self.end_ids, device)]
         if sampling.json_schema is not None:
             self._filters.append(JsonFilter(sampling.json_schema, tokenizer, self.end_ids))
         if prompt.quotable is not None:

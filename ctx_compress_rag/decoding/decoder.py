@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import Engine, EngineOptions
-from ctx_compress_rag.decoding.preparer import Preparer
+from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import PromptLike
@@ -75,8 +75,8 @@ class Decoder:
     ) -> None:
         self.bundle = bundle
         self.store = store
-        self.preparer = Preparer(bundle, store, on_unreadable=on_unreadable, max_prompt_tokens=max_prompt_tokens)
-        self.engine = _open(engine, bundle, check_options(engine, options))
+        self.preparer = PromptPreparer(bundle, store, on_unreadable=on_unreadable, max_prompt_tokens=max_prompt_tokens)
+        self.engine = _open(engine, bundle, check_engine_options(engine, options))
         self._engine_name = engine
 
     def __repr__(self) -> str:
@@ -158,9 +158,9 @@ class Decoder:
         self.engine.close()
 
 
-def check_options(engine: str, given: Mapping[str, object]) -> EngineOptions:
+def check_engine_options(engine: str, given: Mapping[str, object]) -> EngineOptions:
     """Return an engine's options; raise ConfigError if the engine, an option or an option's value is not allowed."""
-    if engine not in _OPTIONS and not is_address(engine):
+    if engine not in _OPTIONS and not is_server_address(engine):
         known = ", ".join(map(repr, _OPTIONS))
         raise ConfigError(f"engine={engine!r} is unknown: give {known} or the address of a vLLM server (http://...)")
     check_known(f"engine={engine!r}", given, _OPTIONS.get(engine, _SERVER_OPTIONS))
@@ -171,7 +171,7 @@ def check_options(engine: str, given: Mapping[str, object]) -> EngineOptions:
 
 
 def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:
-    if is_address(engine):
+    if is_server_address(engine):
         from ctx_compress_rag.decoding.engines.vllm import VllmEngine
 
         return VllmEngine(bundle, engine, options)
@@ -184,14 +184,14 @@ def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:
     return TransformersEngine(bundle, options)
 
 
-def is_address(engine: str) -> bool:
+def is_server_address(engine: str) -> bool:
     """Whether an engine's name is the address of a server."""
     return engine.startswith(("http://", "https://"))
 
 
-def quotes(bundle: object, engine: str) -> bool:
+def quotes_by_default(bundle: object, engine: str) -> bool:
     """Whether answers are quotations by default, as the bundle answers best with them and the engine is no server."""
-    return isinstance(bundle, Bundle) and bundle.config.extractive and not is_address(engine)
+    return isinstance(bundle, Bundle) and bundle.config.extractive and not is_server_address(engine)
 
 
 def _received(queue: _Pieces) -> Iterator[str | Generation]:

@@ -19,7 +19,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-r
 
 
 @dataclass(frozen=True)
-class Served:
+class VllmModelNames:
     """Names of a bundle's models on a vLLM server; the bundle's own name stands for the decoder without adapters."""
 
     text: str  # reads prompts without slots
@@ -37,8 +37,8 @@ def plain_reader(bundle: Bundle, engine: str) -> Reader:
     return bundle.reader
 
 
-def served(bundle: Bundle) -> Served:
-    """Return a bundle's model names on a server that `export` describes; raise ConfigError if servers cannot run it."""
+def vllm_model_names(bundle: Bundle) -> VllmModelNames:
+    """Return a bundle's model names on a server (see `export_for_vllm`); raise ConfigError if servers cannot run it."""
     reader, name = plain_reader(bundle, "a server"), bundle.config.name
     if reader.tune.mode == "full":
         raise ConfigError(
@@ -53,19 +53,19 @@ def served(bundle: Bundle) -> Served:
     if TEACHER in bundle.backbone.adapters:
         text = f"{name}-{TEACHER}"
         adapters[text] = TEACHER
-    return Served(text, soft, adapters)
+    return VllmModelNames(text, soft, adapters)
 
 
-def export(bundle: Bundle, folder: str | Path) -> list[str]:
+def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
     """Write decoder and adapters for vLLM, each into a subfolder; return the words of the command that serves them."""
-    names, backbone, folder = served(bundle), bundle.backbone, Path(folder)
+    names, backbone, folder = vllm_model_names(bundle), bundle.backbone, Path(folder)
     decoder = folder / DECODER_FOLDER
     decoder.mkdir(parents=True, exist_ok=True)
     write_decoder(backbone.model, bundle.tokenizer, decoder)
     backbone.model.generation_config.save_pretrained(decoder)
     save_file(backbone.own_state(), decoder / WEIGHTS_FILE, metadata={"format": "pt"})
     command = ["vllm", "serve", str(decoder), "--served-model-name", bundle.config.name]
-    command += ["--enable-prompt-embeds", "--dtype", dtype_name(backbone.model.dtype)]
+    command += ["--enable-prompt-embeds", "--dtype", vllm_dtype_name(backbone.model.dtype)]
     if backbone.window is not None:
         command += ["--max-model-len", str(backbone.window)]
     # In JSON, a small decoder that may write blank lines writes nothing else; only a backend that is chosen with the
@@ -90,6 +90,6 @@ def export(bundle: Bundle, folder: str | Path) -> list[str]:
     return command
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def vllm_dtype_name(dtype: torch.dtype) -> str:
     """Return vLLM's name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

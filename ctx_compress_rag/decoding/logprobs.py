@@ -23,7 +23,7 @@ class TokenLogprob:
     top: tuple[tuple[str, float], ...] = ()
 
 
-class Recorder:
+class LogprobRecorder:
     """A record of the log-probabilities of an answer's tokens, and of the `top` likeliest tokens at each place."""
 
     def __init__(self, tokenizer: Any, top: int) -> None:

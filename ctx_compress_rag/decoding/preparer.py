@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Preparer:
+class PromptPreparer:
     """A converter of prompts for a bundle's decoder, with the arguments and errors of `decoder.Decoder`."""
 
     def __init__(

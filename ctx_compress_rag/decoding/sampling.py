@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
-from ctx_compress_rag.decoding.structured import json_tokens, schema_text
+from ctx_compress_rag.decoding.structured import default_json_tokens, json_schema_text
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import check_known, explain
 
@@ -73,7 +73,7 @@ class Sampling(SamplingOptions):
 
     model_config = ConfigDict(frozen=True)
 
-    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = None
+    json_schema: Annotated[str, BeforeValidator(json_schema_text)] | None = None
 
     def __init__(self, **options: Any) -> None:
         check_known("Sampling", options, type(self).model_fields)
@@ -87,13 +87,13 @@ class Sampling(SamplingOptions):
             raise ConfigError(f"top_logprobs={self.top_logprobs} needs logprobs=True: give both")
 
 
-def with_defaults(
+def sampling_with_defaults(
     given: Mapping[str, Any], config: BundleConfig, *, max_tokens: int, extractive: bool
 ) -> dict[str, Any]:
     """Return the options `given` with defaults; JSON is not extractive, and short if quotations suit the bundle."""
     is_json = given.get("json_schema") is not None
     if is_json and config.extractive:
-        max_tokens = min(max_tokens, json_tokens(config.name))
+        max_tokens = min(max_tokens, default_json_tokens(config.name))
     return {"max_tokens": max_tokens, "extractive": extractive and not is_json, **given}
 
 

@@ -46,7 +46,7 @@ _REFUSED: dict[str, Any] = {
 }
 
 
-def own_settings(config: Any) -> dict[str, Any]:
+def generation_settings(config: Any) -> dict[str, Any]:
     """Return the settings in a `generation_config` that act in answers; raise ConfigError for those not supported."""
     for name, value in _given(config, _REFUSED).items():
         raise ConfigError(
@@ -61,7 +61,7 @@ def _given(config: Any, neutral: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != neutral[name]}
 
 
-def own_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
+def generation_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
     """Return the logits processors of a decoder's own settings without stop strings, in the order of transformers."""
     made: dict[str, Callable[[Any], LogitsProcessor]] = {
         "sequence_bias": SequenceBiasLogitsProcessor,

@@ -19,7 +19,7 @@ from ctx_compress_rag.prompt import Prompt
 
 
 @dataclass(frozen=True)
-class Spliced:
+class SplicedPrompts:
     """Prompts as one batch for a decoder, padded on the left."""
 
     inputs_embeds: Tensor  # (batch, length, dim)
@@ -36,7 +36,7 @@ class Spliced:
         }
 
 
-def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
+def splice_prompts(embed: nn.Module, prompts: Sequence[Prompt]) -> SplicedPrompts:
     """Return a batch of the prompts' embeddings and slots; raise ConfigError for an empty prompt or a wrong width."""
     embedded: list[Tensor] = []
     device = next(embed.parameters()).device
@@ -54,15 +54,15 @@ def splice(embed: nn.Module, prompts: Sequence[Prompt]) -> Spliced:
     places = torch.arange(inputs.shape[1], device=device).expand(len(prompts), -1)
     positions = places - (inputs.shape[1] - lengths).unsqueeze(1)
     slot_mask = _padded([prompt.vector_mask() for prompt in prompts]).to(device)
-    return Spliced(inputs, (positions >= 0).long(), positions.clamp(min=0), slot_mask)
+    return SplicedPrompts(inputs, (positions >= 0).long(), positions.clamp(min=0), slot_mask)
 
 
-def open_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> AbstractContextManager[Any]:
+def open_decoder_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which this thread alone has the decoder's model, ready for slots (if `soft`) or for text."""
     return bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder()
 
 
-def predict(model: Any, batch: Spliced, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+def predict_answers(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Return the logits that predict the tokens of the prompts' answers, and the tokens' ids, prompt by prompt.
 
     Logits are computed only at positions that predict an answer token in some prompt of the batch.

@@ -21,12 +21,12 @@ _NO_SPACE = {"add_prefix_space": False, "prepend_scheme": "never"}
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def schema_text(schema: object) -> object:
+def json_schema_text(schema: object) -> object:
     """Return a JSON schema (a dict, or its JSON) as JSON, and anything else unchanged, for pydantic to refuse."""
     return json.dumps(schema) if isinstance(schema, dict) else schema
 
 
-def schema_in(response_format: object) -> Any:
+def requested_json_schema(response_format: object) -> Any:
     """Return the JSON schema in OpenAI's `response_format`, or None for text; raise ConfigError for another form."""
     match response_format:
         case None | {"type": "text"}:
@@ -39,7 +39,7 @@ def schema_in(response_format: object) -> Any:
     raise ConfigError(f"response_format={short_repr(response_format)}: give {wanted}")
 
 
-def closed_schema(schema: str) -> Any:
+def closed_json_schema(schema: str) -> Any:
     """Return `schema` without fields that it does not name, because a small decoder never stops adding such fields."""
     try:
         return _closed(json.loads(schema))
@@ -48,7 +48,7 @@ def closed_schema(schema: str) -> Any:
 
 
 @cache
-def json_tokens(bundle: str) -> int:
+def default_json_tokens(bundle: str) -> int:
     """Return the default `max_tokens` of JSON for a bundle that answers best with quotations; warn once about JSON."""
     logger.warning(
         "bundle %r answers best with quotations: the fields of its JSON are often empty or wrong. Fill them with "
@@ -64,7 +64,7 @@ class JsonFilter:
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int]) -> None:
         with needs("serve"):
             from llguidance import LLMatcher
-        self._schema, closed = schema, closed_schema(schema)
+        self._schema, closed = schema, closed_json_schema(schema)
         try:
             grammar = LLMatcher.grammar_from_json_schema(closed, defaults=_FORM)
         except (ValueError, RecursionError) as error:

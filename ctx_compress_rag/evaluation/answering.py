@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder, is_address
+from ctx_compress_rag.decoding.decoder import Decoder, is_server_address
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.baselines import extract_sentences, truncate_passages
@@ -134,7 +134,7 @@ def evaluation_stores(
         ):
             engine = asking.get("engine", "transformers")
             options = dict(asking.get("options", {}))
-            if not is_address(engine):
+            if not is_server_address(engine):
                 options["batch_size"] = asking.get("batch_size", 16)
             decoder = Decoder(bundle, store, engine=engine, **options)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))

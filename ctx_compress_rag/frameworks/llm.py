@@ -9,10 +9,10 @@ from typing import Any, NoReturn, Self
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder, quotes
+from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
-from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, with_defaults
-from ctx_compress_rag.decoding.structured import schema_in
+from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, sampling_with_defaults
+from ctx_compress_rag.decoding.structured import requested_json_schema
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_scope, scope
@@ -73,7 +73,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
             raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
         if "max_tokens" not in self.model_fields_set and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
-        if "extractive" not in self.model_fields_set and quotes(bundle, self.engine):
+        if "extractive" not in self.model_fields_set and quotes_by_default(bundle, self.engine):
             self.extractive = self._quotes_by_default = True
         self.sampling({})  # impossible values are refused here, not at the first question
 
@@ -100,12 +100,14 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         A call may also have OpenAI's `response_format`. An unknown option or an impossible value raises ConfigError.
         """
         chosen = {name: value for name, value in given.items() if value is not None}
-        schema = schema_in(chosen.pop("response_format", None))
+        schema = requested_json_schema(chosen.pop("response_format", None))
         check_known(f"a call of {type(self).__name__}", given, (*OPTIONS, "response_format"))
         own = self.model_fields_set - ({"extractive"} if self._quotes_by_default else set())
         chosen = {name: getattr(self, name) for name in OPTIONS if name in own} | chosen | {"json_schema": schema}
         config = self.store.bundle.config
-        return Sampling(**with_defaults(chosen, config, max_tokens=self.max_tokens, extractive=self.extractive))
+        return Sampling(
+            **sampling_with_defaults(chosen, config, max_tokens=self.max_tokens, extractive=self.extractive)
+        )
 
     @property
     def decoder(self) -> Decoder:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, with_defaults
-from ctx_compress_rag.decoding.structured import schema_in
+from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, sampling_with_defaults
+from ctx_compress_rag.decoding.structured import requested_json_schema
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError
@@ -128,7 +128,7 @@ class GenerationRequest(_Request, SamplingOptions):
         """Return the options of the answer; `extractive` holds for requests that leave it out and ask for no JSON."""
         given = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         given |= self._own_options()
-        options = with_defaults(given, config, max_tokens=limits.answer_tokens, extractive=extractive)
+        options = sampling_with_defaults(given, config, max_tokens=limits.answer_tokens, extractive=extractive)
         options["max_tokens"] = min(options["max_tokens"], limits.longest_answer or sys.maxsize)
         return Sampling(**options)
 
@@ -148,7 +148,7 @@ class ChatCompletionRequest(GenerationRequest):
         own: dict[str, Any] = {}
         if self.max_completion_tokens is not None:
             own["max_tokens"] = self.max_completion_tokens
-        if (schema := schema_in(self.response_format)) is not None:
+        if (schema := requested_json_schema(self.response_format)) is not None:
             own["json_schema"] = _short_schema(schema)
         return own
 

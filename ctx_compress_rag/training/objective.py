@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.splice import predict, splice
+from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.training.prompts import PromptBuilder
@@ -107,9 +107,9 @@ class SlotObjective(nn.Module, ABC):
         Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt
         """
         prompts = self.filled(batch, slots)
-        spliced = splice(self.bundle.backbone.embeddings, prompts)
+        spliced = splice_prompts(self.bundle.backbone.embeddings, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
-            return predict(model, spliced, prompts)
+            return predict_answers(model, spliced, prompts)
 
     def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Return KL(teacher || student), summed over the answers of `rows`; `targets` are `teacher_log_probs`."""
@@ -120,5 +120,5 @@ class SlotObjective(nn.Module, ABC):
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Return each prompt's log-probabilities of answer tokens, given the full text: (answer tokens, vocabulary)."""
         with self.bundle.text_decoder() as model:
-            logits, _ = predict(model, splice(self.bundle.backbone.embeddings, prompts), prompts)
+            logits, _ = predict_answers(model, splice_prompts(self.bundle.backbone.embeddings, prompts), prompts)
         return list(F.log_softmax(logits, dim=-1).split([int(prompt.answers.sum()) for prompt in prompts]))

@@ -18,7 +18,7 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
@@ -156,7 +156,7 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         changed = adapted(decoder, adapter)
         [prompt] = decoder.preparer.prepare(marked[1:2])
         embedded = torch.cat([p if p.is_floating_point() else bundle.backbone.embeddings(p) for p in prompt.pieces])
-        batch = splice(bundle.backbone.embeddings, [prompt])
+        batch = splice_prompts(bundle.backbone.embeddings, [prompt])
         with torch.no_grad(), cast(Bundle, changed.bundle).soft_decoder(batch.slot_mask) as model:
             ours = model(**batch.model_inputs()).logits
         # The reader's LoRA merged by hand, then the update's.

@@ -59,7 +59,7 @@ def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path:
     """The question and the skimmed segments, of at most four tokens each; passages were read before."""
     bundle = close_bundle(tiny_tokenizer)
     with close_store(tmp_path, bundle) as store:
-        make = {"RAM": lambda: prompt_of(TEMPLATES[0], ask(store, ratio=2), QUESTION)}
+        make = {"RAM": lambda: question_chat(TEMPLATES[0], ask(store, ratio=2), QUESTION)}
         cost = measure(Decoder(bundle, store), [make], progress=False)["RAM"]
         segments = sum(marker.slots for marker in read(store, ask(store, ratio=2))[1])
     question, segment = (reading(bundle.backbone.model, n) for n in (len(plain_ids(bundle, QUESTION)), 4))

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from ctx_compress_rag.decoding.answering import Answering
+from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from helpers.decoding import QUESTION, prompt_of
 
 
-def answering(bundle: Any, sampling: Sampling, on_text: Any = None) -> Answering:
+def answering(bundle: Any, sampling: Sampling, on_text: Any = None) -> GrowingAnswer:
     settings = bundle.backbone.model.generation_config
-    return Answering(prompt_of(), sampling, bundle.tokenizer, settings, None, on_text=on_text)
+    return GrowingAnswer(prompt_of(), sampling, bundle.tokenizer, settings, None, on_text=on_text)
 
 
 def test_end_tokens_and_budgets(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

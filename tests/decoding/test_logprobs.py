@@ -9,9 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.logprobs import Recorder
+from ctx_compress_rag.decoding.logprobs import LogprobRecorder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.decoding.splice import open_model, splice
+from ctx_compress_rag.decoding.splice import open_decoder_model, splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
@@ -23,8 +23,8 @@ TOKENS = 8
 def by_transformers(decoder: Decoder, prompt: Prompt) -> tuple[list[int], list[float]]:
     """Token ids of a greedy answer, and transformers' own scores of them."""
     backbone = decoder.bundle.backbone
-    batch = splice(backbone.embeddings, [prompt])
-    with torch.no_grad(), open_model(decoder.bundle, prompt.soft, batch.slot_mask) as model:
+    batch = splice_prompts(backbone.embeddings, [prompt])
+    with torch.no_grad(), open_decoder_model(decoder.bundle, prompt.soft, batch.slot_mask) as model:
         out = model.generate(
             inputs_embeds=batch.inputs_embeds,
             attention_mask=batch.attention_mask,
@@ -65,7 +65,7 @@ def test_logprobs_end_where_the_text_ends(decoder: Decoder, prompts: list[Any]) 
 def test_tokens_join_to_the_text_where_a_tokenizer_drops_the_first_space() -> None:
     tokenizer = architectures.tokenizer("Mistral")
     ids = tokenizer("Who kept the bees?", add_special_tokens=False)["input_ids"]
-    recorder = Recorder(tokenizer, 0)
+    recorder = LogprobRecorder(tokenizer, 0)
     for id in ids:
         recorder.take(id, torch.zeros(len(tokenizer)))
     tokens = "".join(each.token for each in recorder.of_text(ids, tokenizer.decode(ids)))

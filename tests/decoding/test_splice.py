@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
@@ -46,7 +46,7 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: 
         ids = architectures.random_ids(name, [length for length, _ in row], seed=number)
         plain.append(torch.cat(ids))
         rows.append(prompt_of(*(embed(i) if hole else i for i, (_, hole) in zip(ids, row, strict=True))))
-    spliced = splice(embed, rows)
+    spliced = splice_prompts(embed, rows)
     with torch.no_grad():
         logits = model(**spliced.model_inputs()).logits
         for number, ids in enumerate(plain):
@@ -73,9 +73,9 @@ def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
     totals = [sum(n for n, _ in row) for row in lengths]
     if 0 in totals:
         with pytest.raises(ConfigError, match=f"prompt {totals.index(0)} is empty"):
-            splice(embed, rows)
+            splice_prompts(embed, rows)
         return
-    spliced = splice(embed, rows)
+    spliced = splice_prompts(embed, rows)
     longest = max(totals)
     assert spliced.inputs_embeds.shape == (len(rows), longest, 3)
     for number, total in enumerate(totals):
@@ -89,7 +89,7 @@ def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
 
 def test_slots_of_another_width_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"differ in width: \[3, 4\]"):
-        splice(torch.nn.Embedding(5, 3), [prompt_of(torch.tensor([1]), torch.zeros(2, 4))])
+        splice_prompts(torch.nn.Embedding(5, 3), [prompt_of(torch.tensor([1]), torch.zeros(2, 4))])
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.decoding.splice import Spliced, splice
+from ctx_compress_rag.decoding.splice import SplicedPrompts, splice_prompts
 from ctx_compress_rag.methods.arcaligner import ArcAlignerConfig, ArcAlignerReader
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 from helpers import architectures
@@ -31,7 +31,7 @@ def make_reader(
     return reader.double() if double else reader
 
 
-def prompts(reader: ArcAlignerReader, name: str = "Llama", rows: int = 2, seed: int = 0) -> Spliced:
+def prompts(reader: ArcAlignerReader, name: str = "Llama", rows: int = 2, seed: int = 0) -> SplicedPrompts:
     """Prompts of different lengths: text, slots, text, slots, text; padded on the left."""
     shapes = [(5, 4, 3, 2, 6), (2, 3, 1, 1, 4), (7, 1, 2, 5, 1)][:rows]
     torch.manual_seed(seed)
@@ -42,18 +42,18 @@ def prompts(reader: ArcAlignerReader, name: str = "Llama", rows: int = 2, seed: 
         slots = [torch.randn(n, 64).to(embeddings.weight.dtype) * reader.backbone.embedding_rms() for n in lengths]
         made.append(prompt_of(*(slots[i] if i % 2 else ids[i] for i in range(5))))
     with torch.no_grad():
-        return splice(embeddings, made)
+        return splice_prompts(embeddings, made)
 
 
-def read(reader: ArcAlignerReader, batch: Spliced, **inputs: Any) -> Any:
+def read(reader: ArcAlignerReader, batch: SplicedPrompts, **inputs: Any) -> Any:
     with torch.no_grad(), reader.decoder(batch.slot_mask) as model:
         return model(**(batch.model_inputs() | inputs))
 
 
-def alone(batch: Spliced, row: int) -> Spliced:
+def alone(batch: SplicedPrompts, row: int) -> SplicedPrompts:
     """One prompt of a batch, without its padding."""
     real = batch.attention_mask[row].bool()
-    return Spliced(*(t[row][real].unsqueeze(0) for t in vars(batch).values()))
+    return SplicedPrompts(*(t[row][real].unsqueeze(0) for t in vars(batch).values()))
 
 
 class PerPosition(nn.Module):

@@ -13,7 +13,7 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.methods.registry import METHODS
@@ -101,7 +101,7 @@ def plain_answer(decoder: Decoder, chat: list[dict[str, str]]) -> tuple[str, int
     bundle, [prompt] = cast(Bundle, decoder.bundle), decoder.preparer.prepare([chat])
     said: list[int] = []
     for _ in range(TOKENS):
-        batch = splice(bundle.backbone.embeddings, [prompt.then(torch.tensor(said, dtype=torch.long))])
+        batch = splice_prompts(bundle.backbone.embeddings, [prompt.then(torch.tensor(said, dtype=torch.long))])
         with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
             best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
         if best == bundle.tokenizer.eos_token_id:

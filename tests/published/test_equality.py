@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
@@ -36,7 +36,7 @@ def asked(bundle: Bundle, folder: Path, texts: list[str]) -> Prompt:
 
 def answered(bundle: Bundle, prompt: Prompt, vocabulary: int, tokens: int) -> tuple[Tensor, list[int]]:
     """The logits after a prompt, and the likeliest tokens, one by one, of the first `vocabulary`."""
-    batch = splice(bundle.backbone.embeddings, [prompt])
+    batch = splice_prompts(bundle.backbone.embeddings, [prompt])
     inputs, found = batch.inputs_embeds, []
     with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
         for _ in range(tokens):

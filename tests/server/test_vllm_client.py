@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.export import export, served
+from ctx_compress_rag.decoding.export import export_for_vllm, vllm_model_names
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, ServerError
 from ctx_compress_rag.store import SoftContextStore
@@ -213,7 +213,7 @@ def test_a_server_without_the_adapter_is_refused(
 
 
 def test_what_is_exported_is_what_transformers_and_peft_read(talkative: Any, tmp_path: Path) -> None:
-    command = export(talkative, tmp_path)
+    command = export_for_vllm(talkative, tmp_path)
     decoder, reader = tmp_path / "decoder", tmp_path / "reader"
     assert command[:3] == ["vllm", "serve", str(decoder)]
     for words in (
@@ -252,7 +252,7 @@ def test_methods_that_a_server_cannot_run_are_refused(
 ) -> None:
     bundle = make_tiny_bundle(**method)
     with pytest.raises(ConfigError, match=message):
-        export(bundle, tmp_path)
+        export_for_vllm(bundle, tmp_path)
     with pytest.raises(ConfigError, match=message):
         Decoder(bundle, engine="http://127.0.0.1:1")
     assert not list(tmp_path.iterdir())
@@ -260,5 +260,5 @@ def test_methods_that_a_server_cannot_run_are_refused(
 
 def test_a_frozen_decoder_needs_no_adapter(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
     bundle = make_tiny_bundle(decoder={"mode": "frozen"})
-    assert "--enable-lora" not in export(bundle, tmp_path)
-    assert served(bundle).soft == served(bundle).text == "tiny"
+    assert "--enable-lora" not in export_for_vllm(bundle, tmp_path)
+    assert vllm_model_names(bundle).soft == vllm_model_names(bundle).text == "tiny"

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.world import BUNDLE
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.export import export
+from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.store import SoftContextStore
 from helpers.llama_index import App
 from helpers.server import free_port
@@ -58,7 +58,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("vllm")
     bundle = Bundle.from_pretrained(BUNDLE)
     # The wheel for CPUs is not named `vllm`, and its `vllm` command asks for that name and ends.
-    _, _, model, *options = export(bundle, folder / "served")
+    _, _, model, *options = export_for_vllm(bundle, folder / "served")
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
     command += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY]

@@ -37,12 +37,12 @@ _DIGEST = "general.description"  # a field that llama.cpp's own converter can wr
 _ROUNDING = 0.01  # a bfloat16 decoder's weights, compared with its file's
 
 
-def digest(bundle: Bundle, side: Side) -> str:
+def gguf_weights_digest(bundle: Bundle, side: Side) -> str:
     """Return 64 hex digits that name one side's weights; its GGUF file has them in the field `general.description`."""
     return hashlib.sha256(f"{bundle.fingerprint} {side} {bundle.teacher_digest}".encode()).hexdigest()
 
 
-def sides(bundle: Bundle) -> tuple[Side, ...]:
+def gguf_sides(bundle: Bundle) -> tuple[Side, ...]:
     """Return the sides that need a file, which is "text" alone if the same weights read slots and text."""
     reader = plain_reader(bundle, "llama.cpp")
     frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
@@ -62,7 +62,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
         )
     from huggingface_hub import cached_assets_path
 
-    key = hashlib.sha256("".join(digest(bundle, side) for side in sides(bundle)).encode()).hexdigest()
+    key = hashlib.sha256("".join(gguf_weights_digest(bundle, side) for side in gguf_sides(bundle)).encode()).hexdigest()
     folder = Path(cached_assets_path("ctx_compress_rag", "llama.cpp"), f"{key}-{weights}")
     if not folder.is_dir():
         logger.info("writing %s for llama.cpp: once for this bundle", folder)
@@ -82,14 +82,14 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") ->
     """Write GGUF files; for a decoder of another format, write checkpoints and return commands that convert them."""
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []
-    for side in sides(bundle):
+    for side in gguf_sides(bundle):
         with bundle.backbone.lock:
             added = _added(bundle, side)
         if isinstance(decoder, GgufDecoder):
             source = gguf_file(decoder, bundle.config.revision)
             _write(bundle, source, added, side, folder / f"{side}.gguf", weights)
         else:
-            commands.append(_checkpoint(bundle, added, digest(bundle, side), folder / side, weights))
+            commands.append(_checkpoint(bundle, added, gguf_weights_digest(bundle, side), folder / side, weights))
     return commands
 
 
@@ -149,7 +149,7 @@ def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side
         plain = Path(part, "f32.gguf")
         writer = gguf.GGUFWriter(plain, arch)
         _copy_fields(reader, writer, bundle.backbone.embeddings.num_embeddings)
-        writer.add_description(digest(bundle, side))
+        writer.add_description(gguf_weights_digest(bundle, side))
         for tensor in reader.tensors:
             shape = tensor.shape[::-1].tolist()
             writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), int(np.prod(shape)) * 4)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.answering import Answering
-from ctx_compress_rag.decoding.engines.gguf_weights import Side, digest, gguf_weights, sides
+from ctx_compress_rag.decoding.answering import GrowingAnswer
+from ctx_compress_rag.decoding.engines.gguf_weights import Side, gguf_sides, gguf_weights, gguf_weights_digest
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
-from ctx_compress_rag.decoding.engines.scheduling import Group, Request, Scheduler
+from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest, DecodingScheduler
 from ctx_compress_rag.decoding.sampling import Put, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
@@ -29,11 +29,11 @@ class LlamaCppEngine:
         self._bundle = bundle
         self._batch_size, self._weights = options.batch_size, options.weights
         self._size = min(options.context_size, bundle.backbone.window or options.context_size)
-        self._sides = sides(bundle)
+        self._sides = gguf_sides(bundle)
         self._folder = gguf_weights(bundle, options.weights)
         self._loading = threading.Lock()
         self._contexts: dict[Side, LlamaCppContext] = {}
-        self._scheduler = Scheduler(_Sequences)
+        self._scheduler = DecodingScheduler(_Sequences)
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -55,8 +55,8 @@ class LlamaCppEngine:
             context = self._context("reader" if prompt.soft and "reader" in self._sides else "text")
             context.check(prompt)
             on_text = put if stream else None
-            answering = Answering(prompt, sampling, tokenizer, settings, self._size, on_text=on_text)
-            requests.append(Request(context, prompt, answering, put, canceled, self._batch_size))
+            answering = GrowingAnswer(prompt, sampling, tokenizer, settings, self._size, on_text=on_text)
+            requests.append(DecodingRequest(context, prompt, answering, put, canceled, self._batch_size))
         self._scheduler.add(requests)
         return canceled.set
 
@@ -74,22 +74,22 @@ class LlamaCppEngine:
             if side not in self._contexts:
                 backbone = self._bundle.backbone
                 vocabulary = backbone.config.get_text_config().vocab_size
-                file, wanted = self._folder / f"{side}.gguf", digest(self._bundle, side)
+                file, wanted = self._folder / f"{side}.gguf", gguf_weights_digest(self._bundle, side)
                 self._contexts[side] = LlamaCppContext(
                     file, wanted, backbone.dim, vocabulary, self._size, self._batch_size
                 )
             return self._contexts[side]
 
 
-class _Sequences(Group):
+class _Sequences(DecodingGroup):
     """Requests that one llama.cpp model answers, each in a sequence with its own number."""
 
     def __init__(self, context: LlamaCppContext) -> None:
         super().__init__()
         self._context = context
-        self._numbers: dict[Request, int] = {}
+        self._numbers: dict[DecodingRequest, int] = {}
 
-    def has_room(self, row: Request, running: Sequence[Request]) -> bool:
+    def has_room(self, row: DecodingRequest, running: Sequence[DecodingRequest]) -> bool:
         positions = sum(each.prompt.length + each.answering.limit for each in (*running, row))
         return super().has_room(row, running) and positions <= self._context.size
 
@@ -107,7 +107,7 @@ class _Sequences(Group):
         self._context.clear()
         self._numbers.clear()
 
-    def _take(self, rows: Sequence[Request], scores: Tensor) -> None:
+    def _take(self, rows: Sequence[DecodingRequest], scores: Tensor) -> None:
         for row, goes_on in zip(list(rows), self.take(rows, scores), strict=True):
             if not goes_on:
                 self._context.drop(self._numbers.pop(row))

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from ctx_compress_rag.decoding.answering import Answering
+from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.sampling import Generation, Put
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
@@ -34,12 +34,12 @@ _ENDING = threading.Event()
 
 
 @dataclass(eq=False)
-class Request:
+class DecodingRequest:
     """A caller's prompt, and its answer so far."""
 
     read_by: Any  # what reads the prompt, hashable; only requests with the same one share passes
     prompt: Prompt
-    answering: Answering
+    answering: GrowingAnswer
     put: Put
     canceled: threading.Event  # set when the answer is no longer wanted
     most: int  # requests in a pass with this one
@@ -60,14 +60,14 @@ class Request:
                 logger.exception("a caller's `put` failed")
 
 
-class Group(ABC):
+class DecodingGroup(ABC):
     """The requests that one model answers; a request in `rows` has begun its answer."""
 
     def __init__(self) -> None:
-        self.waiting: list[Request] = []  # their turn has not come
-        self.new: list[Request] = []  # their prompts are read next
-        self.rows: list[Request] = []  # they have a token or more
-        self._ended: list[tuple[Request, Generation | Exception]] = []
+        self.waiting: list[DecodingRequest] = []  # their turn has not come
+        self.new: list[DecodingRequest] = []  # their prompts are read next
+        self.rows: list[DecodingRequest] = []  # they have a token or more
+        self._ended: list[tuple[DecodingRequest, Generation | Exception]] = []
 
     @abstractmethod
     def advance(self, turn_ends: Callable[[int], bool]) -> None:
@@ -77,11 +77,11 @@ class Group(ABC):
     def clear(self) -> None:
         """Forget what the model has read, after an error."""
 
-    def has_room(self, row: Request, running: Sequence[Request]) -> bool:
+    def has_room(self, row: DecodingRequest, running: Sequence[DecodingRequest]) -> bool:
         """Whether the request `row` can be answered beside the `running` ones."""
         return len(running) < row.most
 
-    def next(self) -> Request | None:
+    def next(self) -> DecodingRequest | None:
         """Return the next request, from the scope with the fewest running ones; None if there is none or no room."""
         running = [*self.rows, *self.new]
         busy = Counter(row.scope for row in running)
@@ -95,7 +95,7 @@ class Group(ABC):
             if not row.canceled.is_set():
                 self.new.append(row)
 
-    def take(self, rows: Sequence[Request], scores: Tensor) -> list[bool]:
+    def take(self, rows: Sequence[DecodingRequest], scores: Tensor) -> list[bool]:
         """Choose each row's next token by scores (rows, vocabulary); return for each row whether its answer goes on."""
         going = []
         for row, own, likeliest in zip(rows, scores, scores.argmax(-1).tolist(), strict=True):
@@ -124,16 +124,16 @@ class Group(ABC):
             row.deliver(error)
 
 
-class Scheduler:
-    """A queue of requests from any thread, which one other thread answers; `group` makes the Group of one model."""
+class DecodingScheduler:
+    """A queue of requests from any thread, which one other thread answers; `group` makes one model's DecodingGroup."""
 
-    def __init__(self, group: Callable[[Any], Group]) -> None:
+    def __init__(self, group: Callable[[Any], DecodingGroup]) -> None:
         self._changed = threading.Condition()
         self._group = group
-        self._groups: dict[Any, Group] = {}
+        self._groups: dict[Any, DecodingGroup] = {}
         self._running = self._closed = False
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[DecodingRequest]) -> None:
         """Add requests, whose answers go to their `put`; raise ConfigError after `close`."""
         with self._changed:
             self.check_open()
@@ -182,7 +182,7 @@ class Scheduler:
                 except BaseException as error:
                     group.fail(error)
 
-    def _turn_ends(self, group: Group, passes: int) -> bool:
+    def _turn_ends(self, group: DecodingGroup, passes: int) -> bool:
         """Whether a group's turn ends, because another group waits or a new request could be answered now."""
         with self._changed:
             others = [other for other in self._groups.values() if other is not group]

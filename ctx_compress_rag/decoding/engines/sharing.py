@@ -18,8 +18,8 @@ from transformers import DynamicCache
 
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.merging import merged_model
-from ctx_compress_rag.decoding.engines.scheduling import Group, Request
-from ctx_compress_rag.decoding.splice import open_model, splice
+from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest
+from ctx_compress_rag.decoding.splice import open_decoder_model, splice_prompts
 from ctx_compress_rag.errors import DecoderMemoryError
 from ctx_compress_rag.models.transformers_internals import cache_name, cut_cache, join_cache, left_padded
 from ctx_compress_rag.prompt import Prompt
@@ -37,16 +37,16 @@ class LocalModel:
 
     @contextmanager
     def open(self, slot_mask: Tensor) -> Iterator[Any]:
-        """Yield the transformers model, locked for this thread and ready for prompts; see `splice.open_model`."""
+        """Yield the transformers model, locked for this thread and ready for prompts; see `open_decoder_model`."""
         if self.merged and self.soft:
             with self.bundle.backbone.lock:
                 yield merged_model(self.bundle)
         else:
-            with open_model(self.bundle, self.soft, slot_mask) as model:
+            with open_decoder_model(self.bundle, self.soft, slot_mask) as model:
                 yield model
 
 
-class RunningBatch(Group):
+class DecodingBatch(DecodingGroup):
     """Requests that one model answers with a shared cache, a token for each request in every pass."""
 
     def __init__(self, model: LocalModel) -> None:
@@ -71,15 +71,15 @@ class RunningBatch(Group):
         self._cache = None
 
     def fail(self, error: BaseException) -> None:
-        super().fail(explained(error, [row.prompt for row in (*self.rows, *self.new)]))
+        super().fail(decoder_memory_error(error, [row.prompt for row in (*self.rows, *self.new)]))
 
-    def _join(self, new: list[Request]) -> None:
+    def _join(self, new: list[DecodingRequest]) -> None:
         """Read prompts, whose answers then continue with the others; if that fails, read each prompt alone."""
         failure: BaseException | None = None
         try:
             scores = self._read(new)
         except Exception as error:
-            failure = explained(error, [row.prompt for row in new])
+            failure = decoder_memory_error(error, [row.prompt for row in new])
         if failure is None:
             self.rows += new
             self.new = [row for row in self.new if row not in new]
@@ -92,9 +92,9 @@ class RunningBatch(Group):
                 self._join([row])
 
     @torch.no_grad()
-    def _read(self, new: Sequence[Request]) -> Tensor:
+    def _read(self, new: Sequence[DecodingRequest]) -> Tensor:
         """Read prompts; return the scores (new, vocabulary) of the first tokens of their answers."""
-        batch = splice(self._model.bundle.backbone.embeddings, [row.prompt for row in new])
+        batch = splice_prompts(self._model.bundle.backbone.embeddings, [row.prompt for row in new])
         with self._model.open(batch.slot_mask) as model:
             # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
             # The mask hides what is outside a window.
@@ -146,8 +146,8 @@ class RunningBatch(Group):
         self._mask = merged
 
 
-def _alike(rows: Sequence[Request]) -> Iterator[list[Request]]:
-    batch: list[Request] = []
+def _alike(rows: Sequence[DecodingRequest]) -> Iterator[list[DecodingRequest]]:
+    batch: list[DecodingRequest] = []
     for row in sorted(rows, key=lambda row: row.prompt.length):
         length = row.prompt.length
         own = sum(each.prompt.length for each in batch) + length
@@ -159,7 +159,7 @@ def _alike(rows: Sequence[Request]) -> Iterator[list[Request]]:
         yield batch
 
 
-def explained(error: BaseException, prompts: Sequence[Prompt]) -> BaseException:
+def decoder_memory_error(error: BaseException, prompts: Sequence[Prompt]) -> BaseException:
     """Return a DecoderMemoryError if `error` says that memory was too small for a batch of prompts, else `error`.
 
     Never raise the DecoderMemoryError from the allocator's error, whose frames would keep their memory.

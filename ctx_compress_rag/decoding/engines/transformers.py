@@ -13,18 +13,18 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.answering import Answering
+from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.engines.merging import check_mergeable
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
-from ctx_compress_rag.decoding.engines.scheduling import Request, Scheduler
-from ctx_compress_rag.decoding.engines.sharing import LocalModel, RunningBatch, explained
+from ctx_compress_rag.decoding.engines.scheduling import DecodingRequest, DecodingScheduler
+from ctx_compress_rag.decoding.engines.sharing import DecodingBatch, LocalModel, decoder_memory_error
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
-from ctx_compress_rag.decoding.splice import splice
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.transformers_internals import can_share
 from ctx_compress_rag.prompt import Prompt
 
-_SCHEDULERS: WeakKeyDictionary[Backbone, Scheduler] = WeakKeyDictionary()
+_SCHEDULERS: WeakKeyDictionary[Backbone, DecodingScheduler] = WeakKeyDictionary()
 _MAKING = threading.Lock()
 
 
@@ -58,13 +58,13 @@ class TransformersEngine:
         requests = []
         for prompt, put in zip(prompts, puts, strict=True):
             model = LocalModel(self._bundle, prompt.soft, self._merge)
-            answering = Answering(prompt, sampling, tokenizer, settings, window, device, put if stream else None)
-            requests.append(Request(model, prompt, answering, put, canceled, self.batch_size))
+            answering = GrowingAnswer(prompt, sampling, tokenizer, settings, window, device, put if stream else None)
+            requests.append(DecodingRequest(model, prompt, answering, put, canceled, self.batch_size))
         if backbone.lock.held:  # another thread would wait for this one forever
             _answer_alone(requests)
         elif can_share(backbone.model):
             with _MAKING:
-                scheduler = _SCHEDULERS.setdefault(backbone, Scheduler(RunningBatch))
+                scheduler = _SCHEDULERS.setdefault(backbone, DecodingScheduler(DecodingBatch))
             scheduler.add(sorted(requests, key=lambda each: (each.prompt.soft, each.prompt.length)))
         else:
             threading.Thread(target=_answer_alone, args=(requests,), name="ctx-compress-answers").start()
@@ -74,20 +74,20 @@ class TransformersEngine:
         """Do nothing, because the engine holds nothing besides the bundle."""
 
 
-def _answer_alone(requests: Sequence[Request]) -> None:
+def _answer_alone(requests: Sequence[DecodingRequest]) -> None:
     """Answer one prompt after the other with transformers' own `generate`, which runs any model."""
     for request in requests:
         try:
             answer = _generate(request)
         except BaseException as error:
-            request.deliver(explained(error, [request.prompt]))
+            request.deliver(decoder_memory_error(error, [request.prompt]))
         else:
             if answer is not None:
                 request.deliver(answer)
 
 
 @torch.no_grad()
-def _generate(request: Request) -> Generation | None:
+def _generate(request: DecodingRequest) -> Generation | None:
     """Return the answer to a prompt; None if the request was canceled."""
     answer: Generation | None = None
 
@@ -102,7 +102,7 @@ def _generate(request: Request) -> Generation | None:
         return torch.tensor([answer is not None or request.canceled.is_set()], device=input_ids.device)
 
     reader: LocalModel = request.read_by
-    batch = splice(reader.bundle.backbone.embeddings, [request.prompt])
+    batch = splice_prompts(reader.bundle.backbone.embeddings, [request.prompt])
     with reader.open(batch.slot_mask) as model:
         if request.canceled.is_set():
             return None

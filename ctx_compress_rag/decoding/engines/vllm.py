@@ -17,12 +17,12 @@ import torch
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
-from ctx_compress_rag.decoding.export import dtype_name, served
+from ctx_compress_rag.decoding.export import vllm_dtype_name, vllm_model_names
 from ctx_compress_rag.decoding.logprobs import TokenLogprob, logprobs_from_openai
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
-from ctx_compress_rag.decoding.settings import own_settings
-from ctx_compress_rag.decoding.splice import splice
-from ctx_compress_rag.decoding.structured import closed_schema
+from ctx_compress_rag.decoding.settings import generation_settings
+from ctx_compress_rag.decoding.splice import splice_prompts
+from ctx_compress_rag.decoding.structured import closed_json_schema
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError, needs
 from ctx_compress_rag.prompt import Prompt
 
@@ -42,7 +42,7 @@ class VllmEngine:
             raise ConfigError(f"engine={server!r} needs a bundle: this is a decoder alone")
         self._bundle = bundle
         self.server = server.rstrip("/").removesuffix("/v1")
-        self._base, self._names = bundle.config.name, served(bundle)
+        self._base, self._names = bundle.config.name, vllm_model_names(bundle)
         self._windows: dict[str, int | None] | None = None
         with needs("serve"):
             import openai
@@ -63,7 +63,7 @@ class VllmEngine:
     @property
     def identity(self) -> Mapping[str, str]:
         """Return the server's address and the dtype; nothing else is known of how the server computes."""
-        return {"engine": self.server, "dtype": dtype_name(self._bundle.backbone.dtype)}
+        return {"engine": self.server, "dtype": vllm_dtype_name(self._bundle.backbone.dtype)}
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
@@ -97,7 +97,7 @@ class VllmEngine:
             "stop_token_ids": [special[each] for each in sampling.stop if each in special],
         }
         if sampling.json_schema is not None:
-            schema = {"name": "answer", "schema": closed_schema(sampling.json_schema)}
+            schema = {"name": "answer", "schema": closed_json_schema(sampling.json_schema)}
             extra["response_format"] = {"type": "json_schema", "json_schema": schema}
         if prompt.soft:
             extra["prompt_embeds"] = self._embeds(prompt)
@@ -117,7 +117,7 @@ class VllmEngine:
 
     def _repetition_penalty(self, sampling: Sampling) -> float:
         """Return the decoder's repetition penalty, which vLLM applies; raise ConfigError if it has other settings."""
-        own = own_settings(self._bundle.backbone.generation_config) if sampling.decoder_settings else {}
+        own = generation_settings(self._bundle.backbone.generation_config) if sampling.decoder_settings else {}
         penalty = float(own.pop("repetition_penalty", 1.0))
         if own:
             raise ConfigError(
@@ -130,12 +130,12 @@ class VllmEngine:
         """Return the prompt's vectors in base64; raise ServerError for NaN, with which vLLM spoils others' answers."""
         backbone = self._bundle.backbone
         with torch.no_grad():
-            [vectors] = splice(backbone.embeddings, [prompt]).inputs_embeds
+            [vectors] = splice_prompts(backbone.embeddings, [prompt]).inputs_embeds
         vectors = vectors.detach().to("cpu", backbone.dtype)
         if not torch.isfinite(vectors).all():
             raise ServerError(
-                f"a prompt holds NaN or infinity in {dtype_name(vectors.dtype)} and was not sent: its passages' slots "
-                "are damaged, or too large for this dtype"
+                f"a prompt holds NaN or infinity in {vllm_dtype_name(vectors.dtype)} and was not sent: its passages' "
+                "slots are damaged, or too large for this dtype"
             )
         buffer = io.BytesIO()
         torch.save(vectors.clone(), buffer)  # a view would be saved with its whole base

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.decoding.splice import predict, splice
+from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
@@ -151,9 +151,9 @@ def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[
             builder.holed_prompt(recited(text), REPEAT_TEMPLATES[0], builder.HOLE if given else "").fill(given)
             for text, given in zip(texts, slots, strict=True)
         ]
-        batch = splice(bundle.backbone.embeddings, prompts)
+        batch = splice_prompts(bundle.backbone.embeddings, prompts)
         with bundle.soft_decoder(batch.slot_mask) as model:
-            found[name] = float(F.cross_entropy(*predict(model, batch, prompts)))
+            found[name] = float(F.cross_entropy(*predict_answers(model, batch, prompts)))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_index.core.memory import Memory
 
-from ctx_compress_rag.decoding.preparer import Preparer
+from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import scope as in_scope
@@ -50,7 +50,7 @@ def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Calla
         scope: tenant or user whose markers count as slots; None takes the scope of
             `ctx_compress_rag.store.marker.scope`, or else the store's.
     """
-    preparer = Preparer(store.bundle, store)
+    preparer = PromptPreparer(store.bundle, store)
 
     def tokenize(text: str) -> list[int]:
         with nullcontext() if scope is None else in_scope(scope):
