@@ -9,13 +9,15 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import zip_longest
 
-from ctx_compress_rag.adaptation.episodes import Episode, Tasks
+from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
 from ctx_compress_rag.errors import DataError
 
 _POOL = 8  # a file keeps at most this many questions for demonstrations, times those of one question
 
 
-def drawn_apart(tasks: Tasks, asked: int, tuning: int, demonstrations: int) -> tuple[list[Episode], list[Episode]]:
+def drawn_apart(
+    tasks: AdaptationTasks, asked: int, tuning: int, demonstrations: int
+) -> tuple[list[Episode], list[Episode]]:
     """At most `asked` episodes to score with, and `tuning` to choose settings with; no question is in both.
 
     Questions of each file in turn; those to choose with are of the part that demonstrations come from.
@@ -30,7 +32,7 @@ def drawn_apart(tasks: Tasks, asked: int, tuning: int, demonstrations: int) -> t
     return scored, [episode for episode in others if episode.query.question not in questions]
 
 
-def _spread(tasks: Tasks, count: int, demonstrations: int, of_pool: bool) -> list[Episode]:
+def _spread(tasks: AdaptationTasks, count: int, demonstrations: int, of_pool: bool) -> list[Episode]:
     each: list[list[Episode]] = []
     for name, examples in tasks.examples.items():
         rng = random.Random(f"0:{name}")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.adaptation.stages import Contexts, start_update_predictor
+from ctx_compress_rag.adaptation.stages import Contexts, make_update_predictor_job
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.training.recipe import register
+from ctx_compress_rag.training.recipe import register_stage
 
 
 class HyperTuningRecipe(UpdatePredictorRecipe):
@@ -40,4 +40,4 @@ class TaskObjective(nn.Module):
         return {"loss": answer_losses(self.decoder, queries, adapter).mean()}
 
 
-register(HyperTuningRecipe, lambda recipe: start_update_predictor(recipe, TaskObjective))
+register_stage(HyperTuningRecipe, lambda recipe: make_update_predictor_job(recipe, TaskObjective))

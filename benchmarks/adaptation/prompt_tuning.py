@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
-from ctx_compress_rag.adaptation.stages import AnswersMean, Batches, open_decoder
+from ctx_compress_rag.adaptation.stages import AnswersMean, EpisodeBatches, open_recipe_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.prompt import Prompt, PromptLike
-from ctx_compress_rag.training.engine.loop import Job
-from ctx_compress_rag.training.recipe import register
+from ctx_compress_rag.training.engine.loop import TrainingJob
+from ctx_compress_rag.training.recipe import register_stage
 
 _FILE, _KEY = "prefix.safetensors", "prefix"
 
@@ -71,16 +71,16 @@ class PromptTuningLoss(AnswersMean):
         return self.share(items, [behind(row, self.prefix) for row in rows], None)
 
 
-def start(recipe: PromptTuningRecipe) -> Job:
+def start(recipe: PromptTuningRecipe) -> TrainingJob:
     """The job that trains a soft prefix."""
-    decoder = open_decoder(recipe)
+    decoder = open_recipe_decoder(recipe)
     trained = PromptTuningLoss(decoder.bundle, recipe.virtual_tokens, recipe.seed)
 
     def save(report: dict[str, Any]) -> None:
         save_file({_KEY: trained.prefix.detach().float().cpu()}, recipe.output / _FILE)
 
     about = {"fingerprint": decoder.bundle.fingerprint}
-    return Job(trained, range(recipe.optim.items), Batches(recipe, decoder).queries, save, about)
+    return TrainingJob(trained, range(recipe.optim.items), EpisodeBatches(recipe, decoder).queries, save, about)
 
 
-register(PromptTuningRecipe, start)
+register_stage(PromptTuningRecipe, start)

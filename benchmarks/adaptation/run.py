@@ -25,8 +25,8 @@ from benchmarks.adaptation.systems import (
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
 from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.episodes import Episode, Tasks
-from ctx_compress_rag.adaptation.stages import open_decoder
+from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
+from ctx_compress_rag.adaptation.stages import open_recipe_decoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
@@ -34,8 +34,8 @@ from ctx_compress_rag.evaluation.plots import new_figure, save_figure
 from ctx_compress_rag.evaluation.statistics import ConfidenceInterval
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.engine.saved_states import write_json
-from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.run import weights_digest
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from ctx_compress_rag.training.run import folder_weights_digest
 
 _FAMILY_QUESTIONS = 64  # of which up to 8 times as many as a question's demonstrations only demonstrate
 _RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the recipe's own
@@ -96,10 +96,10 @@ def evaluate(
     recipes = Recipes.find(where)
     if budget is not None:
         recipes = recipes.shortened(budget, folder)
-    decoder = open_decoder(recipes.base)
+    decoder = open_recipe_decoder(recipes.base)
     paths = [Path(file) for file in files] or _families(folder / "families", split)
     data = recipes.base.data.model_copy(update={"files": paths, "held_out": []})
-    tasks = Tasks(data, PromptBuilder(decoder.bundle.tokenizer))
+    tasks = AdaptationTasks(data, TrainingPromptBuilder(decoder.bundle.tokenizer))
     shown = [recipe.demonstrations for recipe in recipes.others if isinstance(recipe, UpdatePredictorRecipe)]
     episodes, held_back = drawn_apart(tasks, questions, tuning, max(shown, default=3))  # before training: it may refuse
     recipes.train_missing(decoder)
@@ -108,7 +108,7 @@ def evaluate(
     about = {
         "recipes": [recipe.model_dump(mode="json") for recipe in (recipes.base, *recipes.others)],
         "fingerprint": decoder.bundle.fingerprint,
-        "trained": [weights_digest(recipe.output) for recipe in (recipes.base, *recipes.others)],
+        "trained": [folder_weights_digest(recipe.output) for recipe in (recipes.base, *recipes.others)],
         "data": [path.name for path in paths] if files else f"task families, {split}",
         "episodes": digest([*episodes, *held_back]),
         "questions": len(episodes),

@@ -14,17 +14,17 @@ import yaml
 from benchmarks.adaptation.hypertuning import HyperTuningRecipe
 from benchmarks.adaptation.prompt_tuning import PromptTuningRecipe, with_prefix
 from benchmarks.world import RECIPES
-from ctx_compress_rag.adaptation.adapt import Adaptation, adapted, rows_of
+from ctx_compress_rag.adaptation.adapt import Adaptation, adapted_decoder, demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.adaptation.updates import sgd
+from ctx_compress_rag.adaptation.updates import sgd_update
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.recipe import find, load_recipe
+from ctx_compress_rag.training.recipe import find_recipe, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 
 ALONE, BASE = "decoder alone", "base adapter"
@@ -53,7 +53,9 @@ class TestTimeSGD(Adaptation):
     learning_rate: float
 
     def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter:
-        update = sgd(decoder.bundle, [rows_of(decoder, demonstrations)], self.base, self.steps, self.learning_rate)
+        update = sgd_update(
+            decoder.bundle, [demonstration_prompts(decoder, demonstrations)], self.base, self.steps, self.learning_rate
+        )
         return update.adapted().row(0)
 
 
@@ -81,7 +83,7 @@ class System:
         """The decoder, adapted to an episode's demonstrations."""
         if self.prefix is not None:
             return with_prefix(decoder, self.prefix)
-        return adapted(decoder, self.adaptation.adapt(decoder, episode.support))
+        return adapted_decoder(decoder, self.adaptation.adapt(decoder, episode.support))
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Recipes:
         Raises:
             ConfigError: it does not have exactly one retrieval adapter, or its recipes do not belong together.
         """
-        named = [place for place in (RECIPES / where, find(str(where))) if place is not None]
+        named = [place for place in (RECIPES / where, find_recipe(str(where))) if place is not None]
         files = [
             file for folder in ([Path(where)] if Path(where).is_dir() else named) for file in folder.glob("*.yaml")
         ]
@@ -212,7 +214,7 @@ def controls(systems: Sequence[System], decoder: Decoder, episodes: Sequence[Epi
 
 def mean_over(update: PredictedUpdate, decoder: Decoder, contexts: Sequence[Sequence[Demonstration]]) -> BaseAdapter:
     """The mean of the updates predicted for these contexts, whatever the demonstrations."""
-    rows = [rows_of(decoder, context) for context in contexts]
+    rows = [demonstration_prompts(decoder, context) for context in contexts]
     with torch.no_grad():
         each = update.predict(decoder.bundle, rows)
     # A sum of products is the product of the factors side by side.

@@ -19,10 +19,10 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.text.tokenizing import text_ids
-from ctx_compress_rag.training.examples import passages_of
-from ctx_compress_rag.training.recipe import register
+from ctx_compress_rag.training.examples import passage_examples
+from ctx_compress_rag.training.recipe import register_stage
 from ctx_compress_rag.training.stages.answer import NextTokenRecipe
-from ctx_compress_rag.training.stages.compression import Objective, start
+from ctx_compress_rag.training.stages.compression import Objective, make_compression_job
 
 # GELU(x) is x / 2 + 0.4 x^2 and smaller terms: for inputs of this standard deviation it is nine tenths linear.
 _NEARLY_LINEAR = 0.3
@@ -44,7 +44,7 @@ class FittedNextTokenRecipe(NextTokenRecipe):
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         """The loss, what feeds it, and on what."""
-        fit_reader(bundle, [text for e in passages_of(examples)[: self.fit_passages] for text in e.passages])
+        fit_reader(bundle, [text for e in passage_examples(examples)[: self.fit_passages] for text in e.passages])
         return super().objective(bundle, examples)
 
 
@@ -102,4 +102,4 @@ def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     return weight, mean_out - weight @ mean_in
 
 
-register(FittedNextTokenRecipe, start)
+register_stage(FittedNextTokenRecipe, make_compression_job)

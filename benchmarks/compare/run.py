@@ -57,8 +57,8 @@ from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.saved_states import write_json
-from ctx_compress_rag.training.examples import load_examples
-from ctx_compress_rag.training.prompts import shares
+from ctx_compress_rag.training.examples import load_training_examples
+from ctx_compress_rag.training.prompts import passage_token_shares
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
 
@@ -361,14 +361,14 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
 
 def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
     """Tokens of the passages that a stage reads, a passage counting once for each example that holds it."""
-    examples = load_examples(recipe)
+    examples = load_training_examples(recipe)
     lengths: dict[str, int] = {}
     total = 0
     for example in islice(cycle(examples), recipe.optim.items):
         for passage in example.passages:
             if passage not in lengths:
                 lengths[passage] = len(tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"])
-        total += sum(shares([lengths[p] for p in example.passages], recipe.data.max_context_tokens))
+        total += sum(passage_token_shares([lengths[p] for p in example.passages], recipe.data.max_context_tokens))
     return total
 
 

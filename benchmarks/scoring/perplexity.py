@@ -22,8 +22,8 @@ from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PARAPHRASES
-from ctx_compress_rag.training.examples import recited
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.examples import recitation_example
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 
 _TEMPLATE = PARAPHRASES[0]  # its answer is the passage
 _LONGEST = 512  # tokens
@@ -69,15 +69,15 @@ def reconstruction_perplexity(
         RatioError: the compressor cannot make a ratio.
         ConfigError: a passage is blank.
     """
-    builder = PromptBuilder(bundle.tokenizer, _LONGEST + 1)
+    builder = TrainingPromptBuilder(bundle.tokenizer, _LONGEST + 1)
     texts = sorted((builder.shortened([passage], _LONGEST)[0][0] for passage in passages), key=len)
 
     def from_text(batch: Sequence[str], given: bool) -> list[Prompt]:
-        return [builder.text_prompt(recited(text), _TEMPLATE, [text if given else ""]) for text in batch]
+        return [builder.text_prompt(recitation_example(text), _TEMPLATE, [text if given else ""]) for text in batch]
 
     def from_slots(batch: Sequence[str], ratio: int) -> list[Prompt]:
         return [
-            builder.holed_prompt(recited(text), _TEMPLATE).fill([bundle.embed(soft)])
+            builder.holed_prompt(recitation_example(text), _TEMPLATE).fill([bundle.embed(soft)])
             for text, soft in zip(batch, _compressed(bundle, batch, ratio), strict=True)
         ]
 

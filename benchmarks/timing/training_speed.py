@@ -16,8 +16,8 @@ from benchmarks.timing.phases import measured
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.training.engine.packing import Packer
-from ctx_compress_rag.training.engine.speedups import bfloat16_pays, compile_layers, round_frozen
+from ctx_compress_rag.training.engine.packing import RowPacker
+from ctx_compress_rag.training.engine.speedups import bfloat16_pays, compile_decoder_layers, round_frozen_weights
 from ctx_compress_rag.training.stages.teacher import PackedTextLoss
 
 _ANSWER = 24  # tokens to predict at a row's end
@@ -57,7 +57,7 @@ def training_speed(bundle: Bundle, passages: Sequence[str], pairs: int = 3, prog
     half = bfloat16_pays()
     plain, fast = (_adapted(bundle, half) for _ in range(2))
     fast.load_state_dict(plain.state_dict())
-    compile_layers(fast.get_base_model())
+    compile_decoder_layers(fast.get_base_model())
     steps = (_plain_step(plain, rows), _packed_step(fast, rows))
     device = bundle.backbone.device.type
     losses = [_timed(step, device, half)[0] for step in steps]
@@ -92,7 +92,7 @@ def _adapted(bundle: Bundle, half: bool) -> Any:
 
     model = get_peft_model(bundle.backbone.copy_model(), lora_config(TuneConfig(rank=32, alpha=32)))
     if half:
-        round_frozen(model)
+        round_frozen_weights(model)
     return model
 
 
@@ -110,7 +110,7 @@ def _plain_step(model: Any, rows: Sequence[Tensor]) -> Callable[[], Tensor]:
 
 
 def _packed_step(model: Any, rows: Sequence[Tensor]) -> Callable[[], Tensor]:
-    packer = Packer(len(rows), max(map(len, rows)))
+    packer = RowPacker(len(rows), max(map(len, rows)))
     for row in rows:
         packer.add(row, torch.arange(len(row)) >= len(row) - _ANSWER)
     batch, loss = packer.packed(), PackedTextLoss(model)

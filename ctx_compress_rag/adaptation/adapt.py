@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.adaptation.adapter import Adapter, applied
+from ctx_compress_rag.adaptation.adapter import Adapter, apply_adapter
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
@@ -54,7 +54,7 @@ def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptat
     """
     if not demonstrations:
         raise ConfigError("there is nothing to adapt to: give one demonstration or more")
-    return with_adapter(llm, adaptation.adapt(adapted(llm.decoder, None), demonstrations))
+    return with_adapter(llm, adaptation.adapt(adapted_decoder(llm.decoder, None), demonstrations))
 
 
 def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
@@ -63,10 +63,10 @@ def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
     Raises:
         ConfigError: another engine than transformers runs the decoder.
     """
-    return llm.with_decoder(adapted(llm.decoder, adapter))
+    return llm.with_decoder(adapted_decoder(llm.decoder, adapter))
 
 
-def adapted(decoder: Decoder, adapter: Adapter | None) -> Decoder:
+def adapted_decoder(decoder: Decoder, adapter: Adapter | None) -> Decoder:
     """Return the decoder with `adapter` in place of its own, or no adapter if None. Both decoders share the model.
 
     Raises:
@@ -102,7 +102,7 @@ class AdaptedDecoder(PlainDecoder):
         self.adapter = adapter
 
     def text_decoder(self) -> AbstractContextManager[Any]:
-        return opened(self.original.text_decoder(), self.adapter)
+        return open_adapted_model(self.original.text_decoder(), self.adapter)
 
 
 class AdaptedBundle(Bundle):
@@ -119,20 +119,20 @@ class AdaptedBundle(Bundle):
         return self.original.fingerprint
 
     def text_decoder(self) -> AbstractContextManager[Any]:
-        return opened(self.original.text_decoder(), self.adapter)
+        return open_adapted_model(self.original.text_decoder(), self.adapter)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        return opened(self.original.soft_decoder(slot_mask), self.adapter)
+        return open_adapted_model(self.original.soft_decoder(slot_mask), self.adapter)
 
 
 @contextmanager
-def opened(reading: AbstractContextManager[Any], adapter: Adapter | None) -> Iterator[Any]:
+def open_adapted_model(reading: AbstractContextManager[Any], adapter: Adapter | None) -> Iterator[Any]:
     """Yield the model of `text_decoder` or `soft_decoder`, locked for this thread, with an adapter or none."""
-    with reading as model, applied(model, adapter):
+    with reading as model, apply_adapter(model, adapter):
         yield model
 
 
-def rows_of(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
+def demonstration_prompts(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
     """Return the demonstrations, with their answers, as prompts for the decoder.
 
     Raises:

@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, int]]
 """The input and output width of each projection, by the projection's name in the decoder."""
 
 
-def projections(model: Any) -> dict[str, tuple[int, int]]:
+def qkv_projections(model: Any) -> dict[str, tuple[int, int]]:
     """Return the Q/K/V projections of every attention block, as name in the model -> (d_in, d_out).
 
     A decoder that computes the three with one matrix (Phi-3's `qkv_proj`) has one projection per block, and one adapter
@@ -156,7 +156,7 @@ class Adapter:
             raise BundleError(
                 f"the adapter in {folder} has {what[0]}: only plain LoRA of one rank can be adapted further"
             )
-        shapes, rank = projections(model), int(config["r"])
+        shapes, rank = qkv_projections(model), int(config["r"])
         expected = {f"{PEFT_PREFIX}{n}.lora_A.weight": (rank, shape[0]) for n, shape in shapes.items()}
         expected |= {f"{PEFT_PREFIX}{n}.lora_B.weight": (shape[1], rank) for n, shape in shapes.items()}
         odd = sorted(k for k in tensors.keys() | expected if k not in tensors or tensors[k].shape != expected.get(k))
@@ -174,7 +174,7 @@ class Adapter:
 
 
 @contextmanager
-def applied(model: Any, adapter: Adapter | None) -> Iterator[None]:
+def apply_adapter(model: Any, adapter: Adapter | None) -> Iterator[None]:
     """Add an adapter's change to the projections' outputs within the context; None adds nothing.
 
     Weights stay as they are, and active peft adapters stay active, because the change is added on top. If the adapter

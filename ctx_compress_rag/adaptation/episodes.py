@@ -11,7 +11,7 @@ from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data.examples import Example, read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Episode:
         return self.answers or (self.query.answer,)
 
 
-class Tasks:
+class AdaptationTasks:
     """JSONL files (see `data.examples.read_jsonl`), each of which is a task named after its file.
 
     Passages and answers are cut as `data` says, but not the accepted answers. `builder` has the decoder's tokenizer.
@@ -40,7 +40,7 @@ class Tasks:
         examples: each task's examples by its name, without those that share a question with held-out files.
     """
 
-    def __init__(self, data: TaskData, builder: PromptBuilder) -> None:
+    def __init__(self, data: TaskData, builder: TrainingPromptBuilder) -> None:
         self.data, self.builder = data, builder
         self.examples = {file.stem: _distinct(read_jsonl(file)) for file in data.files}
         if len(self.examples) < len(data.files):

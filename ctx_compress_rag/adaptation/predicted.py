@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ctx_compress_rag.adaptation.adapt import Adaptation, opened, rows_of
+from ctx_compress_rag.adaptation.adapt import Adaptation, demonstration_prompts, open_adapted_model
 from ctx_compress_rag.adaptation.adapter import Adapter, Shapes
 from ctx_compress_rag.adaptation.config import PredictorSettings
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.updates import GradientUpdate, norms, sgd
+from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd_update, update_norms
 from ctx_compress_rag.bundle.files import read_bundle_tensors
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
@@ -76,7 +76,7 @@ class UpdatePredictor(nn.Module):
         spread = pooled.std(dim=0, correction=0)
         self.spread.copy_(torch.where(spread > 0, spread, 1.0))
         self.gain.fill_(1.0)
-        own = norms(self(pooled))
+        own = update_norms(self(pooled))
         self.gain.copy_(torch.stack([(wanted[n].log() - own[n].log()).mean().exp() for n in self.shapes]))
 
 
@@ -92,7 +92,7 @@ def pooled_states(
     """
     rows = [row for context in contexts for row in context]
     batch = splice_prompts(decoder.backbone.embeddings, rows)
-    with opened(decoder.text_decoder(), base) as model:
+    with open_adapted_model(decoder.text_decoder(), base) as model:
         states = _hidden_states(model, batch.model_inputs(), layer)
     last = states[:, -1].float()  # padding is on the left
     return torch.stack([part.mean(dim=0) for part in last.split([len(context) for context in contexts])])
@@ -159,7 +159,7 @@ class PredictedUpdate(Adaptation):
                 f"{len(demonstrations)}: give as many as in training"
             )
         with torch.no_grad():
-            return self.base.plus(self.predict(decoder.bundle, [rows_of(decoder, demonstrations)])).row(0)
+            return self.base.plus(self.predict(decoder.bundle, [demonstration_prompts(decoder, demonstrations)])).row(0)
 
     def predict(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
         """Return the updates for support contexts (lists of prompts), as an adapter with a row for each context."""
@@ -172,7 +172,7 @@ class PredictedUpdate(Adaptation):
 
     def target(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
         """Return what `predict` is trained to give, the update that gradient descent makes for each context (eq. 8)."""
-        return sgd(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
+        return sgd_update(decoder, contexts, self.base, self.config.inner_steps, self.config.inner_learning_rate)
 
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
         """Write the predictor into `folder`, and the base adapter into its folder `base/` as a peft adapter."""

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctx_compress_rag.adaptation.adapt import rows_of
-from ctx_compress_rag.adaptation.adapter import Adapter, projections
+from ctx_compress_rag.adaptation.adapt import demonstration_prompts
+from ctx_compress_rag.adaptation.adapter import Adapter, qkv_projections
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.episodes import Episode, Tasks
+from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
-from ctx_compress_rag.adaptation.updates import GradientUpdate, answer_losses, matching_loss, norms
+from ctx_compress_rag.adaptation.updates import GradientUpdate, answer_losses, matching_loss, update_norms
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.engine.loop import BatchMean, Job, processes
-from ctx_compress_rag.training.prompts import PromptBuilder
-from ctx_compress_rag.training.recipe import register
+from ctx_compress_rag.training.engine.loop import BatchMean, TrainingJob, training_processes
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from ctx_compress_rag.training.recipe import register_stage
 
 _CALIBRATED = 16  # contexts to measure a predictor's scales on
 
@@ -54,7 +54,7 @@ class RetrievalAdapterLoss(AnswersMean):
     def __init__(self, decoder: PlainDecoder, rank: int, alpha: int) -> None:
         super().__init__(decoder)
         self.scale = alpha / rank
-        shapes = projections(decoder.backbone.model)
+        shapes = qkv_projections(decoder.backbone.model)
         self.names = list(shapes)
         # LoRA's initial values: `a` random, `b` zero.
         self.a = nn.ParameterList(nn.Parameter(torch.empty(rank, d_in)) for d_in, _ in shapes.values())
@@ -113,42 +113,42 @@ class MatchingLoss(nn.Module):
         return pooled, GradientUpdate(self.update.base, a, b)
 
 
-def open_decoder(recipe: AdaptationRecipe) -> Decoder:
+def open_recipe_decoder(recipe: AdaptationRecipe) -> Decoder:
     """Load the recipe's decoder to this training process's device."""
-    device = processes().device
+    device = training_processes().device
     if recipe.decoder is not None:
         return Decoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
     assert recipe.bundle is not None
     return Decoder(Bundle.from_pretrained(recipe.bundle, device=device, revision=recipe.revision))
 
 
-class Batches:
+class EpisodeBatches:
     """A maker of batches for a recipe's loss: numbers of episodes become those episodes' prompts."""
 
     def __init__(self, recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> None:
         self.decoder, self.demonstrations, self.seed = decoder, demonstrations, recipe.seed
-        self.tasks = Tasks(recipe.data, PromptBuilder(decoder.bundle.tokenizer))
+        self.tasks = AdaptationTasks(recipe.data, TrainingPromptBuilder(decoder.bundle.tokenizer))
 
     def _episodes(self, numbers: Sequence[int]) -> list[Episode]:
         return [self.tasks.draw(number, self.demonstrations, self.seed) for number in numbers]
 
     def queries(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Return the arguments of `RetrievalAdapterLoss` for the queries of these episodes."""
-        return {"rows": rows_of(self.decoder, [episode.query for episode in self._episodes(numbers)])}
+        return {"rows": demonstration_prompts(self.decoder, [episode.query for episode in self._episodes(numbers)])}
 
     def contexts(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Return the arguments of `MatchingLoss` for the support contexts of these episodes."""
         whole = self._episodes(numbers)
         return {
             "numbers": numbers,
-            "contexts": [rows_of(self.decoder, episode.support) for episode in whole],
-            "queries": [rows_of(self.decoder, [episode.query]) for episode in whole],
+            "contexts": [demonstration_prompts(self.decoder, episode.support) for episode in whole],
+            "queries": [demonstration_prompts(self.decoder, [episode.query]) for episode in whole],
         }
 
 
-def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
+def make_retrieval_adapter_job(recipe: RetrievalAdapterRecipe) -> TrainingJob:
     """Make the job that trains the base retrieval adapter."""
-    decoder = open_decoder(recipe)
+    decoder = open_recipe_decoder(recipe)
     bundle = decoder.bundle
     trained = RetrievalAdapterLoss(bundle, recipe.rank, recipe.alpha)
 
@@ -156,23 +156,23 @@ def start_retrieval_adapter(recipe: RetrievalAdapterRecipe) -> Job:
         trained.adapter().save_pretrained(recipe.output, bundle.decoder_name)
 
     about = {"fingerprint": bundle.fingerprint}
-    return Job(trained, range(recipe.optim.items), Batches(recipe, decoder).queries, save, about)
+    return TrainingJob(trained, range(recipe.optim.items), EpisodeBatches(recipe, decoder).queries, save, about)
 
 
-def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> Job:
+def make_update_predictor_job(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> TrainingJob:
     """Make the job that trains an update predictor; `objective` makes the loss, by default a `MatchingLoss`."""
-    decoder = open_decoder(recipe)
-    bundle, batches = decoder.bundle, Batches(recipe, decoder, recipe.demonstrations)
+    decoder = open_recipe_decoder(recipe)
+    bundle, batches = decoder.bundle, EpisodeBatches(recipe, decoder, recipe.demonstrations)
     base = Adapter.from_pretrained(recipe.base, bundle.backbone.model)
     # The settings that a predictor keeps have the same names in its recipe.
     settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
     torch.manual_seed(recipe.seed)
     update = PredictedUpdate.build(base, bundle, PredictorConfig(**settings))
     first = batches.contexts(range(min(_CALIBRATED, recipe.optim.items)))["contexts"]
-    update.predictor.calibrate(update.pooled(bundle, first), norms(update.target(bundle, first).change()))
+    update.predictor.calibrate(update.pooled(bundle, first), update_norms(update.target(bundle, first).change()))
     numbers: Sequence[int] = range(recipe.optim.items)
     if recipe.contexts is not None:
-        numbers = passes(min(recipe.contexts, recipe.optim.items), recipe.optim.items, recipe.seed)
+        numbers = shuffled_passes(min(recipe.contexts, recipe.optim.items), recipe.optim.items, recipe.seed)
     objective = objective or partial(
         MatchingLoss, magnitude_weight=recipe.magnitude_weight, keep=recipe.contexts is not None
     )
@@ -181,10 +181,10 @@ def start_update_predictor(recipe: UpdatePredictorRecipe, objective: Objective |
         update.save_pretrained(recipe.output, bundle.decoder_name)
 
     about = {"fingerprint": bundle.fingerprint}
-    return Job(objective(bundle, update), numbers, batches.contexts, save, about)
+    return TrainingJob(objective(bundle, update), numbers, batches.contexts, save, about)
 
 
-def passes(size: int, count: int, seed: int) -> list[int]:
+def shuffled_passes(size: int, count: int, seed: int) -> list[int]:
     """Return `count` numbers below `size`: all of them again and again, each time in another random order."""
     numbers: list[int] = []
     while len(numbers) < count:
@@ -192,5 +192,5 @@ def passes(size: int, count: int, seed: int) -> list[int]:
     return numbers[:count]
 
 
-register(RetrievalAdapterRecipe, start_retrieval_adapter)
-register(UpdatePredictorRecipe, start_update_predictor)
+register_stage(RetrievalAdapterRecipe, make_retrieval_adapter_job)
+register_stage(UpdatePredictorRecipe, make_update_predictor_job)

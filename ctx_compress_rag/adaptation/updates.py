@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ctx_compress_rag.adaptation.adapt import opened
+from ctx_compress_rag.adaptation.adapt import open_adapted_model
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
@@ -56,7 +56,7 @@ def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], a
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
     batch = splice_prompts(decoder.backbone.embeddings, rows)
     own = None if adapter is None else adapter.rows(owners)
-    with opened(decoder.text_decoder(), own) as model:
+    with open_adapted_model(decoder.text_decoder(), own) as model:
         logits, ids = predict_answers(model, batch, rows)
     losses = F.cross_entropy(logits, ids, reduction="none")
     tokens = torch.tensor([int(row.answers.sum()) for row in rows])
@@ -65,7 +65,7 @@ def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], a
     return sums / torch.bincount(of_token, minlength=len(contexts))
 
 
-def sgd(
+def sgd_update(
     decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, steps: int, learning_rate: float
 ) -> GradientUpdate:
     """Return the update of K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
@@ -92,7 +92,7 @@ def sgd(
     return GradientUpdate(base, a, b)
 
 
-def inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
+def update_inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
     """Return the Frobenius inner products of two changes, by projection: (rows,).
 
     <b a, b' a'> = sum((b^T b') * (a a'^T)), so that no d x d matrix is formed.
@@ -101,9 +101,9 @@ def inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
     return {n: scale * ((one.b[n].mT @ other.b[n]) * (one.a[n] @ other.a[n].mT)).sum(dim=(-2, -1)) for n in one.a}
 
 
-def norms(adapter: Adapter) -> dict[str, Tensor]:
+def update_norms(adapter: Adapter) -> dict[str, Tensor]:
     """Return the Frobenius norms of a change, by projection: (rows,); never zero, so that they can be divided by."""
-    products = inner_products(adapter, adapter)
+    products = update_inner_products(adapter, adapter)
     return {n: product.clamp(min=torch.finfo(product.dtype).tiny).sqrt() for n, product in products.items()}
 
 
@@ -118,7 +118,7 @@ def matching_loss(predicted: Adapter, target: Adapter, magnitude_weight: float =
 
     Both adapters have a row for each context. `magnitude_weight` is lambda.
     """
-    products, own, wanted = inner_products(predicted, target), norms(predicted), norms(target)
+    products, own, wanted = update_inner_products(predicted, target), update_norms(predicted), update_norms(target)
     terms = [
         1 - products[n] / (own[n] * wanted[n]) + magnitude_weight * (own[n] / wanted[n]).log().abs() for n in products
     ]

@@ -36,16 +36,20 @@ def train(
     names = [recipe for name in recipes for recipe in recipe_names(name)]
     loaded = [load_recipe(recipe) for recipe in names]  # report an error in any before the first runs
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    from ctx_compress_rag.training.engine.loop import processes
-    from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe  # counts: it takes seconds
+    from ctx_compress_rag.training.engine.loop import training_processes
+    from ctx_compress_rag.training.run import (  # counts: it takes seconds
+        check_recipe_inputs,
+        is_recipe_finished,
+        run_recipe,
+    )
 
-    check_inputs(loaded)
+    check_recipe_inputs(loaded)
     try:
         for name, recipe in zip(names, loaded, strict=True):
-            before = not no_resume and is_finished(recipe)
+            before = not no_resume and is_recipe_finished(recipe)
             folder = run_recipe(name, resume=not no_resume, deadline=deadline)
-            if processes().is_main_process:
+            if training_processes().is_main_process:
                 print(f"{name}: {'finished before, in' if before else 'written to'} {folder}")
     except TimeUpError as stop:
-        if processes().is_main_process:
+        if training_processes().is_main_process:
             print(f"{stop}, without --no-resume" if no_resume else stop)

@@ -12,11 +12,11 @@ from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.config import DataConfig, Recipe
 
 
-def load_examples(recipe: Recipe) -> list[Example]:
+def load_training_examples(recipe: Recipe) -> list[Example]:
     """Return the recipe's training examples, without those that share a question or passage with held-out files.
 
     A stage that trains on passages only (`recites`) gets each distinct passage as an example. A stage that takes texts
-    besides its questions (`repeats_texts`) gets the texts from `load_texts`.
+    besides its questions (`repeats_texts`) gets the texts from `load_training_texts`.
     """
     data, held_out = recipe.data, _held_out(recipe.data)
     files = [
@@ -34,22 +34,22 @@ def load_examples(recipe: Recipe) -> list[Example]:
         raise DataError("the recipe's data holds no examples: give more data, or leave out fewer examples")
     if data.part:
         examples = [examples[(data.part.start + number) % len(examples)] for number in range(data.part.examples)]
-    return passages_of(examples) if recipe.recites else examples
+    return passage_examples(examples) if recipe.recites else examples
 
 
-def load_texts(recipe: Recipe) -> list[Example]:
+def load_training_texts(recipe: Recipe) -> list[Example]:
     """Return only the rows of the recipe's plain texts, without those that share a passage with held-out files."""
     return [row for rows in _texts(recipe.data, _held_out(recipe.data)) for row in rows]
 
 
-def recited(passage: str) -> Example:
+def recitation_example(passage: str) -> Example:
     """Return an example without a question, whose answer is the passage itself."""
     return Example((passage,), (Turn("", (passage,)),))
 
 
-def passages_of(examples: Sequence[Example]) -> list[Example]:
+def passage_examples(examples: Sequence[Example]) -> list[Example]:
     """Return the distinct passages of examples, in order, each as an example of its own without a question."""
-    return [recited(passage) for passage in dict.fromkeys(p for e in examples for p in e.passages)]
+    return [recitation_example(passage) for passage in dict.fromkeys(p for e in examples for p in e.passages)]
 
 
 def _texts(data: DataConfig, held_out: HeldOut) -> list[list[Example]]:

@@ -16,18 +16,18 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 
 
 @dataclass(frozen=True)
-class PromptBatch:
+class TrainingBatch:
     """Prompts with a hole for each passage, and for each hole the index of the passage in the batch that fills it."""
 
     prompts: list[PromptTemplate]
     passages: list[list[int]]
 
-    def only(self, numbers: Sequence[int]) -> PromptBatch:
-        return PromptBatch([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
+    def only(self, numbers: Sequence[int]) -> TrainingBatch:
+        return TrainingBatch([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
 
     @property
     def token_count(self) -> int:
@@ -45,10 +45,10 @@ class PromptBatch:
 class ExampleCollator:
     """The base class of collators, which make prompts from examples, and a loss's arguments from prompts.
 
-    One template is drawn for each example. Its passages get at most `max_context_tokens`, divided by `prompts.shares`.
+    One template is drawn for each example. Its passages share `max_context_tokens` (`passage_token_shares`).
     """
 
-    builder: PromptBuilder
+    builder: TrainingPromptBuilder
     templates: Sequence[str]
     max_context_tokens: int
     seed: int
@@ -91,7 +91,7 @@ class SlotObjective(nn.Module, ABC):
         chosen = {ratio: [row for row, draw in enumerate(draws) if ratio in draw] for ratio in self.ratios}
         return {ratio: own for ratio, own in chosen.items() if own}
 
-    def filled(self, batch: PromptBatch, slots: SlotBatch) -> list[Prompt]:
+    def filled(self, batch: TrainingBatch, slots: SlotBatch) -> list[Prompt]:
         """Return the prompts as the decoder reads them, with the slots of their passages in the holes."""
         contexts = slots.rows()
         # In the decoder's precision: the projection returns float32, which would make the whole row float32.
@@ -101,7 +101,7 @@ class SlotObjective(nn.Module, ABC):
         }
         return [p.fill([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
 
-    def answer_logits(self, batch: PromptBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
+    def answer_logits(self, batch: TrainingBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
         """Return the logits that predict the answer tokens from slots, and the ids of these tokens.
 
         Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt

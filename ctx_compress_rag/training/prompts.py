@@ -22,7 +22,7 @@ def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
     return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
 
 
-def shares(lengths: Sequence[int], total: int) -> list[int]:
+def passage_token_shares(lengths: Sequence[int], total: int) -> list[int]:
     """Return how much of `total` each length gets: an even share, and a share of what shorter lengths leave.
 
     No share exceeds its length, and shares that are cut differ by at most 1.
@@ -38,7 +38,7 @@ def shares(lengths: Sequence[int], total: int) -> list[int]:
 
 
 @dataclass
-class PromptBuilder:
+class TrainingPromptBuilder:
     """A maker of prompts from examples, for one tokenizer. An answer has the same token ids after text and after slots.
 
     `separator` stands between the slots of two passages. `answer_prefix` is prompt text before an answer from slots.
@@ -61,12 +61,12 @@ class PromptBuilder:
         return torch.tensor(text_ids(self.tokenizer, passage), dtype=torch.long)
 
     def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
-        """Return passages and their token ids (L,), cut by `shares` if together they have more than `max_tokens`."""
+        """Return passages and token ids (L,), cut by `passage_token_shares` if together longer than `max_tokens`."""
         tokenized = [self.passage_ids(passage) for passage in passages]
         return [
             (passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share])
             for passage, ids, share in zip(
-                passages, tokenized, shares([len(t) for t in tokenized], max_tokens), strict=True
+                passages, tokenized, passage_token_shares([len(t) for t in tokenized], max_tokens), strict=True
             )
         ]
 

@@ -13,24 +13,24 @@ from pydantic import ValidationError
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import any_of, explain
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.loop import Job
+from ctx_compress_rag.training.engine.loop import TrainingJob
 
 _PACKAGE = Path(__file__).parents[1]
 SHIPPED = _PACKAGE / "training" / "recipes"
 # Other rooms that ship recipes have stages, too, which are imported only for their own recipes.
 FOLDERS = [SHIPPED, *sorted(folder for folder in _PACKAGE.glob("*/recipes") if folder != SHIPPED)]
 
-STAGES: dict[str, tuple[type[BaseRecipe], Callable[[Any], Job]]] = {}
+STAGES: dict[str, tuple[type[BaseRecipe], Callable[[Any], TrainingJob]]] = {}
 """The registered stages by name: the class of a stage's recipes, and the function that makes a job from a recipe."""
 
 
-def register(recipe: type[BaseRecipe], start: Callable[[Any], Job]) -> None:
-    """Register a stage under the literal `stage` of its recipes; `start` makes the job from a recipe."""
+def register_stage(recipe: type[BaseRecipe], make_job: Callable[[Any], TrainingJob]) -> None:
+    """Register a stage under the literal `stage` of its recipes; `make_job` makes the job from a recipe."""
     [name] = get_args(recipe.model_fields["stage"].annotation)
-    STAGES[name] = (recipe, start)
+    STAGES[name] = (recipe, make_job)
 
 
-def find(name: str) -> Path | None:
+def find_recipe(name: str) -> Path | None:
     """Return the path of a shipped recipe file or folder of recipes, or None if there is none of this name."""
     return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
 
@@ -41,7 +41,7 @@ def load_recipe(path: str | Path) -> BaseRecipe:
     Raises:
         ConfigError: there is no such recipe, or a key or value is invalid.
     """
-    file = Path(path) if Path(path).is_file() else find(str(path)) or find(f"{path}.yaml")
+    file = Path(path) if Path(path).is_file() else find_recipe(str(path)) or find_recipe(f"{path}.yaml")
     if file is None or not file.is_file():
         names = sorted(str(f.relative_to(folder).with_suffix("")) for folder in FOLDERS for f in folder.rglob("*.yaml"))
         raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(names)}")
@@ -54,7 +54,7 @@ def load_recipe(path: str | Path) -> BaseRecipe:
 
 def recipe_names(name: str) -> list[str]:
     """Return the recipes that a name stands for: itself, or those in a folder (perhaps shipped), sorted by name."""
-    folder = Path(name) if Path(name).is_dir() else find(name)
+    folder = Path(name) if Path(name).is_dir() else find_recipe(name)
     return sorted(str(file) for file in folder.glob("*.yaml")) if folder and folder.is_dir() else [name]
 
 

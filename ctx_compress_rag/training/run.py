@@ -19,7 +19,7 @@ from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.models.identity import sha256
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.loop import processes, train
+from ctx_compress_rag.training.engine.loop import train_job, training_processes
 from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints, write_errors_named, write_json
 from ctx_compress_rag.training.recipe import STAGES, load_recipe
 
@@ -60,12 +60,12 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         OSError: a file cannot be written.
     """
     recipe = load_recipe(path)
-    if resume and is_finished(recipe):
+    if resume and is_recipe_finished(recipe):
         return recipe.output
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeUpError(f"{path}: not started; the same command resumes there")
-    check_inputs([recipe])  # before a model is loaded
-    processes()
+    check_recipe_inputs([recipe])  # before a model is loaded
+    training_processes()
     torch.manual_seed(recipe.seed)
     # Softmax tails and Adam's moments reach subnormal numbers, on which a CPU is slow. Threads inherit
     # this setting when they start, so set it before any work.
@@ -76,26 +76,26 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
             _refuse_another(recipe)
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
         # Before they are read: they may be edited during the training.
-        files = _file_digests(recipe) if processes().is_main_process else {}
-        _, start = STAGES[recipe.stage]
-        job = start(recipe)
-        if processes().is_main_process:
+        files = _file_digests(recipe) if training_processes().is_main_process else {}
+        _, make_job = STAGES[recipe.stage]
+        job = make_job(recipe)
+        if training_processes().is_main_process:
             _keep_recipe(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
-        report = train(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
-        if processes().is_main_process:
+        report = train_job(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)
+        if training_processes().is_main_process:
             report |= {"recipe": recipe.model_dump(mode="json"), _FILES_KEY: files}
             with write_errors_named(recipe.output):
                 job.save(report)
             write_json(recipe.output / REPORT_FILE, report)
-        processes().wait_for_everyone()  # the next recipe may need what the main process has written
+        training_processes().wait_for_everyone()  # the next recipe may need what the main process has written
     return recipe.output
 
 
-def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
+def check_recipe_inputs(recipes: Sequence[BaseRecipe]) -> None:
     """Raise a ConfigError if a file or folder that a recipe reads does not exist and no earlier recipe writes it."""
     written: list[Path] = []
     for recipe in recipes:
-        for path in [] if is_finished(recipe) else _inputs(recipe):
+        for path in [] if is_recipe_finished(recipe) else _inputs(recipe):
             if not path.exists() and not any(path.absolute().is_relative_to(folder) for folder in written):
                 raise ConfigError(
                     f"{str(path)!r}, which the recipe with output {str(recipe.output)!r} reads, does not exist, and no "
@@ -106,7 +106,7 @@ def check_inputs(recipes: Sequence[BaseRecipe]) -> None:
 
 def _alone(output: Path) -> AbstractContextManager[Any]:
     """Keep other trainings out of this folder, because two would delete each other's checkpoints."""
-    if not processes().is_main_process:
+    if not training_processes().is_main_process:
         return nullcontext()
     try:
         return FileLock(output / _LOCK_FILE, timeout=0).acquire()
@@ -116,7 +116,7 @@ def _alone(output: Path) -> AbstractContextManager[Any]:
         ) from error
 
 
-def is_finished(recipe: BaseRecipe) -> bool:
+def is_recipe_finished(recipe: BaseRecipe) -> bool:
     """Whether exactly this recipe has been run to its end, on files with their current contents."""
     file = recipe.output / REPORT_FILE
     if not file.exists():
@@ -168,10 +168,12 @@ def _file_digests(recipe: BaseRecipe) -> dict[str, str]:
     """Return the SHA-256 of a recipe's files, and of the weights in its folders, by path; skip missing paths."""
     models = {getattr(recipe, key, None) for key in ("decoder", "bundle")}
     paths = {*_inputs(recipe), *(Path(name) for name in models if isinstance(name, str))}
-    return {str(path): sha256(path) if path.is_file() else weights_digest(path) for path in paths if path.exists()}
+    return {
+        str(path): sha256(path) if path.is_file() else folder_weights_digest(path) for path in paths if path.exists()
+    }
 
 
-def weights_digest(folder: Path) -> str:
+def folder_weights_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights in the folder of a decoder, an adapter or a bundle: 64 hex digits."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
     return hashlib.sha256(" ".join(f"{file.name} {sha256(file)}" for file in files).encode()).hexdigest()

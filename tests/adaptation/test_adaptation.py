@@ -12,8 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.adaptation.systems import TestTimeSGD
-from ctx_compress_rag.adaptation.adapt import adapted, rows_of
-from ctx_compress_rag.adaptation.adapter import Adapter, applied, projections
+from ctx_compress_rag.adaptation.adapt import adapted_decoder, demonstration_prompts
+from ctx_compress_rag.adaptation.adapter import Adapter, apply_adapter, qkv_projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
@@ -46,7 +46,7 @@ def decoder(bundle: Any) -> Decoder:
 
 
 def _logits(model: Any, ids: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
-    with torch.no_grad(), applied(model, adapter):
+    with torch.no_grad(), apply_adapter(model, adapter):
         return model(ids).logits
 
 
@@ -69,18 +69,18 @@ def test_every_attention_block_is_adapted() -> None:
     """Names and widths as the config has them; Phi-3's fused projection is one."""
     llama, phi = architectures.model("Llama"), architectures.model("Phi3")
     wide = {"q_proj": (64, 64), "k_proj": (64, 32), "v_proj": (64, 32)}
-    assert projections(llama) == {f"model.layers.{i}.self_attn.{n}": s for i in range(2) for n, s in wide.items()}
-    assert projections(phi) == {f"model.layers.{i}.self_attn.qkv_proj": (64, 128) for i in range(2)}
+    assert qkv_projections(llama) == {f"model.layers.{i}.self_attn.{n}": s for i in range(2) for n, s in wide.items()}
+    assert qkv_projections(phi) == {f"model.layers.{i}.self_attn.qkv_proj": (64, 128) for i in range(2)}
 
 
 def test_other_attention_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="GPT2LMHeadModel.*none of them"):
-        projections(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=10)))
+        qkv_projections(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=10)))
     llama = architectures.model("Llama")
     llama.model.layers[1].self_attn.kv_proj = llama.model.layers[1].self_attn.k_proj
     del llama.model.layers[1].self_attn.k_proj
     with pytest.raises(ConfigError, match=r"only \['q_proj', 'v_proj'\] in model.layers.1"):
-        projections(llama)
+        qkv_projections(llama)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
@@ -135,7 +135,7 @@ def _texts(generations: Any) -> list[str]:
 
 def test_an_adapted_decoder_answers_as_one_with_merged_weights(decoder: Decoder, bundle: Any) -> None:
     adapter = random_adapter(bundle.backbone.model, 4, 11, size=0.5)
-    changed, plain = adapted(decoder, adapter), Decoder(bundle)
+    changed, plain = adapted_decoder(decoder, adapter), Decoder(bundle)
     before = _texts(plain.generate(_chats(), SHORT))
     texts = _texts(changed.generate(_chats(), SHORT))
     merged = merged_copy(bundle.backbone.model, adapter)
@@ -153,7 +153,7 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         decoder = Decoder(bundle, store)
         marked = _chats([replace(q, passages=tuple(mark_texts(store, q.passages, ratio=8))) for q in QUESTIONS])
         adapter = random_adapter(bundle.backbone.model, 4, seed=17)
-        changed = adapted(decoder, adapter)
+        changed = adapted_decoder(decoder, adapter)
         [prompt] = decoder.preparer.prepare(marked[1:2])
         embedded = torch.cat([p if p.is_floating_point() else bundle.backbone.embeddings(p) for p in prompt.pieces])
         batch = splice_prompts(bundle.backbone.embeddings, [prompt])
@@ -198,7 +198,7 @@ def test_adapting_starts_from_the_original(decoder: Decoder) -> None:
     base = random_adapter(decoder.bundle.backbone.model, 4, seed=18)
     once = TestTimeSGD(base, 2, 0.1).adapt(decoder, DEMONSTRATIONS)
     assert all(not torch.equal(once.b[name], base.b[name]) for name in base.b)
-    again = adapted(adapted(decoder, once), None)
+    again = adapted_decoder(adapted_decoder(decoder, once), None)
     assert again.bundle is decoder.bundle
     twice = TestTimeSGD(base, 2, 0.1).adapt(again, DEMONSTRATIONS)
     assert all(torch.equal(once.b[name], twice.b[name]) for name in base.b)
@@ -206,9 +206,9 @@ def test_adapting_starts_from_the_original(decoder: Decoder) -> None:
 
 def test_impossible_demonstrations_are_refused_by_name(decoder: Decoder) -> None:
     with pytest.raises(ConfigError, match="answer of demonstration 1 is empty"):
-        rows_of(decoder, [DEMONSTRATIONS[0], replace(DEMONSTRATIONS[0], answer=" ")])
+        demonstration_prompts(decoder, [DEMONSTRATIONS[0], replace(DEMONSTRATIONS[0], answer=" ")])
     long = replace(DEMONSTRATIONS[0], answer="a goat " * 600)
     with pytest.raises(ConfigError, match=r"demonstration 1 .* window of 1024"):
-        rows_of(decoder, [DEMONSTRATIONS[0], long])
+        demonstration_prompts(decoder, [DEMONSTRATIONS[0], long])
     with pytest.raises(ConfigError, match=r"passages are the string 'Orla keeps a goat.'"):
         Demonstration("Which pet does Orla keep?", "Orla keeps a goat.", "a goat")  # type: ignore[arg-type]

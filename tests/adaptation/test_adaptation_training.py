@@ -8,16 +8,16 @@ import torch
 
 from benchmarks.adaptation.hypertuning import TaskObjective
 from benchmarks.adaptation.prompt_tuning import PromptTuningLoss, with_prefix
-from ctx_compress_rag.adaptation.adapt import rows_of
+from ctx_compress_rag.adaptation.adapt import demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
-from ctx_compress_rag.adaptation.episodes import Tasks
+from ctx_compress_rag.adaptation.episodes import AdaptationTasks
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
-from ctx_compress_rag.adaptation.stages import MatchingLoss, RetrievalAdapterLoss, passes
+from ctx_compress_rag.adaptation.stages import MatchingLoss, RetrievalAdapterLoss, shuffled_passes
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter
@@ -44,7 +44,10 @@ def test_each_stage_leaves_what_can_be_loaded(bundle_folder: Path, adaptive: Dec
 def test_one_step_moves_what_is_trained_and_nothing_else(adaptive: Decoder) -> None:
     """Every objective: the decoder's parameters keep every bit."""
     bundle = adaptive.bundle
-    rows, queries = [rows_of(adaptive, DEMONSTRATIONS[:2])], [rows_of(adaptive, DEMONSTRATIONS[2:])]
+    rows, queries = (
+        [demonstration_prompts(adaptive, DEMONSTRATIONS[:2])],
+        [demonstration_prompts(adaptive, DEMONSTRATIONS[2:])],
+    )
     base = random_adapter(bundle.backbone.model, 2, seed=1)
     config = PredictorConfig(inner_steps=2, inner_learning_rate=0.1, demonstrations=2, hidden=8, code=4)
     adapter_loss = RetrievalAdapterLoss(bundle, 2, 4)
@@ -78,7 +81,7 @@ def test_kept_contexts_give_the_loss_of_those_solved_now(adaptive: Decoder) -> N
     base = random_adapter(bundle.backbone.model, 2, seed=1)
     config = PredictorConfig(inner_steps=3, inner_learning_rate=0.1, demonstrations=1, hidden=8, code=4)
     update = PredictedUpdate.build(base, bundle, config)
-    contexts = [rows_of(adaptive, [each]) for each in (*DEMONSTRATIONS, *QUESTIONS)]
+    contexts = [demonstration_prompts(adaptive, [each]) for each in (*DEMONSTRATIONS, *QUESTIONS)]
     keeping = MatchingLoss(bundle, update, 0.1, keep=True)
     keeping([0, 5, 3], [contexts[0], contexts[5], contexts[3]], [])
     kept = keeping([5, 2], [contexts[0], contexts[2]], [])["loss"]  # of number 5, another context now
@@ -89,10 +92,10 @@ def test_kept_contexts_give_the_loss_of_those_solved_now(adaptive: Decoder) -> N
 
 
 def test_every_context_is_met_equally_often() -> None:
-    numbers = passes(5, 13, seed=0)
+    numbers = shuffled_passes(5, 13, seed=0)
     assert [sorted(numbers[i : i + 5]) for i in (0, 5)] == [list(range(5))] * 2
     assert numbers[:5] != numbers[5:10] and len(set(numbers[10:])) == 3
-    assert passes(5, 13, seed=0) == numbers != passes(5, 13, seed=1)
+    assert shuffled_passes(5, 13, seed=0) == numbers != shuffled_passes(5, 13, seed=1)
 
 
 def test_held_out_questions_never_reach_training(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -100,12 +103,12 @@ def test_held_out_questions_never_reach_training(tmp_path: Path, tiny_tokenizer:
     write_jsonl(tmp_path / "train.jsonl", rows)
     write_jsonl(tmp_path / "test.jsonl", [Example(("Another.",), rows[2].turns)])
     data = TaskData(files=[tmp_path / "train.jsonl"], held_out=[tmp_path / "test.jsonl"], passages=1)
-    builder = PromptBuilder(tiny_tokenizer)
-    [kept] = Tasks(data, builder).examples.values()
+    builder = TrainingPromptBuilder(tiny_tokenizer)
+    [kept] = AdaptationTasks(data, builder).examples.values()
     assert [e.turns[0].question for e in kept] == ["Question 0?", "Question 1?", "Question 3?"]
     # One corpus: the same passage is retrieved for a question of training and for one that is held out.
     write_jsonl(tmp_path / "test.jsonl", [Example(rows[2].passages, (Turn("Another question?", ("no",)),))])
-    tasks = Tasks(data, builder)
+    tasks = AdaptationTasks(data, builder)
     assert [len(examples) for examples in tasks.examples.values()] == [4]
     assert tasks.draw(0, 0, seed=0).query.passages == ("A text.",)
 

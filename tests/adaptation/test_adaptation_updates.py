@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
-from ctx_compress_rag.adaptation.adapt import rows_of
-from ctx_compress_rag.adaptation.adapter import Adapter, projections
+from ctx_compress_rag.adaptation.adapt import demonstration_prompts
+from ctx_compress_rag.adaptation.adapter import Adapter, qkv_projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, UpdatePredictor, pooled_states
-from ctx_compress_rag.adaptation.updates import inner_products, matching_loss, norms, sgd
+from ctx_compress_rag.adaptation.updates import matching_loss, sgd_update, update_inner_products, update_norms
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -85,7 +85,9 @@ def _plain_sgd(bundle: Any, base: Adapter, demonstrations: Any, steps: int, rate
 def test_the_target_is_a_plain_sgd_loops(decoder: Decoder, bundle: Any, base: Adapter) -> None:
     """Contexts of different sizes in one batch, each with the update that it has alone."""
     contexts = [DEMONSTRATIONS, QUESTIONS[:1]]
-    update = sgd(decoder.bundle, [rows_of(decoder, c) for c in contexts], base, steps=3, learning_rate=0.5)
+    update = sgd_update(
+        decoder.bundle, [demonstration_prompts(decoder, c) for c in contexts], base, steps=3, learning_rate=0.5
+    )
     change, adapted = update.change(), update.adapted()
     for number, context in enumerate(contexts):
         expected = _plain_sgd(bundle, base, context, steps=3, rate=0.5)
@@ -115,13 +117,13 @@ def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) 
     two = drawn(shapes, ranks[1], generator, data.draw(scale), data.draw(scale), rows)
     weight = data.draw(st.floats(0.0, 2.0))
     losses = matching_loss(one, two, weight)
-    products = inner_products(one, two)
+    products = update_inner_products(one, two)
     for row in range(rows):
         total = 0.0
         for name in shapes:
             x, y = (z.scale * z.b[name][row].double() @ z.a[name][row].double() for z in (one, two))
             assert float(products[name][row]) == pytest.approx(float((x * y).sum()), rel=1e-3, abs=1e-3)
-            assert float(norms(one)[name][row]) == pytest.approx(float(x.norm()), rel=1e-3)
+            assert float(update_norms(one)[name][row]) == pytest.approx(float(x.norm()), rel=1e-3)
             cosine = (x * y).sum() / (x.norm() * y.norm())
             total += float(1 - cosine + weight * (x.norm() / y.norm()).log().abs())
         assert float(losses[row]) == pytest.approx(total, rel=1e-3, abs=1e-3)
@@ -133,7 +135,10 @@ def test_hidden_states_are_the_end_tokens_means(
 ) -> None:
     merged = merged_copy(bundle.backbone.model, base)
     pooled = pooled_states(
-        decoder.bundle, [rows_of(decoder, DEMONSTRATIONS), rows_of(decoder, QUESTIONS[:2])], base, layer
+        decoder.bundle,
+        [demonstration_prompts(decoder, DEMONSTRATIONS), demonstration_prompts(decoder, QUESTIONS[:2])],
+        base,
+        layer,
     )
     for row, context in zip(pooled, (DEMONSTRATIONS, QUESTIONS[:2]), strict=True):
         states = []
@@ -144,13 +149,13 @@ def test_hidden_states_are_the_end_tokens_means(
             states.append(all_layers[-1 if layer is None else layer][0, -1])
         torch.testing.assert_close(row, torch.stack(states).mean(0), atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="layer is 9, and the decoder has 2 layers"):
-        pooled_states(decoder.bundle, [rows_of(decoder, QUESTIONS)], base, 9)
+        pooled_states(decoder.bundle, [demonstration_prompts(decoder, QUESTIONS)], base, 9)
 
 
 def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
     """Against the formula: encoder of two layers, then U and V for each projection, U V^T of the base's shape."""
     torch.manual_seed(0)
-    shapes = projections(bundle.backbone.model)
+    shapes = qkv_projections(bundle.backbone.model)
     predictor = UpdatePredictor(32, shapes, rank=3)
     predictor.gain.uniform_(0.5, 2.0)
     predictor.center.normal_()
@@ -171,16 +176,16 @@ def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
 
 
 def test_calibrated_updates_start_at_their_targets_size(decoder: Decoder, base: Adapter) -> None:
-    contexts = [rows_of(decoder, [d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
-    target = sgd(decoder.bundle, contexts, base, 1, 1e-3).change()
+    contexts = [demonstration_prompts(decoder, [d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
+    target = sgd_update(decoder.bundle, contexts, base, 1, 1e-3).change()
     pooled = pooled_states(decoder.bundle, contexts, base)
     predictor = PredictedUpdate.build(base, decoder.bundle, PREDICTOR).predictor
-    predictor.calibrate(pooled, norms(target))
+    predictor.calibrate(pooled, update_norms(target))
     read = (pooled - predictor.center) / predictor.spread
     torch.testing.assert_close(read.mean(0), torch.zeros(32), atol=1e-4, rtol=0)
     torch.testing.assert_close(read.square().mean(0), torch.ones(32), atol=1e-3, rtol=0)
-    for name, size in norms(predictor(pooled)).items():
-        assert float((size.log() - norms(target)[name].log()).mean()) == pytest.approx(0.0, abs=1e-3)
+    for name, size in update_norms(predictor(pooled)).items():
+        assert float((size.log() - update_norms(target)[name].log()).mean()) == pytest.approx(0.0, abs=1e-3)
 
 
 def test_a_predicted_update_is_saved_and_is_a_peft_adapter(

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from ctx_compress_rag.adaptation.config import TaskData
-from ctx_compress_rag.adaptation.episodes import Tasks
+from ctx_compress_rag.adaptation.episodes import AdaptationTasks
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 
 
 def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -23,9 +23,11 @@ def test_files_are_tasks(tmp_path: Path, tiny_tokenizer: Any) -> None:
         ]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
 
-    def tasks_of(*names: str) -> Tasks:
+    def tasks_of(*names: str) -> AdaptationTasks:
         files = [tmp_path / f"{name}.jsonl" for name in names]
-        return Tasks(TaskData(files=files, max_context_tokens=40, max_answer_tokens=6), PromptBuilder(tiny_tokenizer))
+        return AdaptationTasks(
+            TaskData(files=files, max_context_tokens=40, max_answer_tokens=6), TrainingPromptBuilder(tiny_tokenizer)
+        )
 
     tasks = tasks_of("one", "two")
     episodes = [tasks.draw(number, 3, seed=0) for number in range(30)]

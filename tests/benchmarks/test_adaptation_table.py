@@ -21,18 +21,18 @@ from benchmarks.adaptation.systems import (
     copy_rule,
     mean_over,
 )
-from ctx_compress_rag.adaptation.adapt import adapted
+from ctx_compress_rag.adaptation.adapt import adapted_decoder
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.episodes import Episode, Tasks
+from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.text.answers import exact_match, token_f1
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from helpers.adaptation import random_adapter
 from helpers.training import small_recipes
 
@@ -47,7 +47,9 @@ def test_shipped_recipes_belong_together(where: str) -> None:
 def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, tiny_tokenizer: Any) -> None:
     rows = [Example((f"Passage {i}.",), (Turn(f"{i}?", (f"answer {i} " * 9, f"{i}")),)) for i in range(25)]
     write_jsonl(tmp_path / "more.jsonl", rows)
-    tasks = Tasks(TaskData(files=[tmp_path / "more.jsonl"], max_answer_tokens=6), PromptBuilder(tiny_tokenizer))
+    tasks = AdaptationTasks(
+        TaskData(files=[tmp_path / "more.jsonl"], max_answer_tokens=6), TrainingPromptBuilder(tiny_tokenizer)
+    )
     asked, tuning = drawn_apart(tasks, 100, 100, 2)
     questions = [episode.query.question for episode in asked]
     shown = {d.question for episode in asked for d in episode.support}
@@ -85,13 +87,13 @@ def test_the_command_trains_and_scores(
     assert [*scores][-4:] == ["TT-SGD, K=1", "RAG-GD, K=1", "TT-SGD, K=1, tuned", mixed]
     assert not (tmp_path / "out").exists()  # the recipes' own outputs are not of a quick test
 
-    tasks = Tasks(TaskData(files=[test], passages=1), PromptBuilder(adaptive.bundle.tokenizer))
+    tasks = AdaptationTasks(TaskData(files=[test], passages=1), TrainingPromptBuilder(adaptive.bundle.tokenizer))
     episodes, _ = drawn_apart(tasks, 9, 2, 2)
     base = Adapter.from_pretrained(out / "trained" / "base", adaptive.bundle.backbone.model)
     update = PredictedUpdate.from_pretrained(out / "trained" / "k1", adaptive)
 
     def asked(episode: Episode, adaptation: Any, shots: bool = False, **changes: Any) -> str:
-        changed = adapted(adaptive, adaptation.adapt(adaptive, episode.support))
+        changed = adapted_decoder(adaptive, adaptation.adapt(adaptive, episode.support))
         shown = [m for d in episode.support for m in (*d.chat(), {"role": "assistant", "content": d.answer})]
         chat = [*(shown if shots else ()), *replace(episode.query, **changes).chat()]
         return changed.generate([chat], Sampling(max_tokens=3))[0].text.strip()

@@ -21,7 +21,7 @@ from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_json
 from ctx_compress_rag.evaluation.answering import FULL, question_chat
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
-from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.examples import load_training_examples
 from helpers.decoding import by_transformers
 from helpers.models import draw_lora, save_tiny_llama
 from helpers.training import killed
@@ -79,7 +79,7 @@ def settings(files: Path) -> dict[str, Any]:
 
 def read(settings: dict[str, Any], name: str, steps: int, tmp_path: Path, passages: int = 1) -> list[Example]:
     recipes = stage_recipes(Comparison.model_validate(settings), name, Budget(steps, passages), "decoder", tmp_path)
-    return [example for recipe in recipes for example in load_examples(recipe)]
+    return [example for recipe in recipes for example in load_training_examples(recipe)]
 
 
 def test_every_entry_reads_the_same_questions(settings: dict[str, Any], tmp_path: Path) -> None:

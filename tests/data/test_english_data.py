@@ -16,7 +16,7 @@ from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.data.mixing import mix
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
-from ctx_compress_rag.training.examples import load_examples, load_texts
+from ctx_compress_rag.training.examples import load_training_examples, load_training_texts
 from ctx_compress_rag.training.recipe import parse_recipe
 from helpers.training import settings_of
 
@@ -54,8 +54,10 @@ def test_training_leaves_out_held_out_questions_and_passages(tmp_path: Path, cap
         "held_out": [str(write(tmp_path / "dev.jsonl", [row(PARAGRAPH, QUESTION)]))],
     }
     recipe: Any = parse_recipe(settings_of(tmp_path, "packed", tmp_path, data=data), "here")
-    assert {e.passages for e in load_examples(recipe) if e.turns[0].question} == {(each["context"],) for each in good}
-    [kept] = load_texts(recipe)
+    assert {e.passages for e in load_training_examples(recipe) if e.turns[0].question} == {
+        (each["context"],) for each in good
+    }
+    [kept] = load_training_texts(recipe)
     assert "Panthers" not in kept.passages[0]
     assert "train.jsonl: 2 of 62" in caplog.text and "text.txt: 1 of 2" in caplog.text
 
@@ -117,7 +119,7 @@ def test_texts_are_for_stages_without_questions(tmp_path: Path) -> None:
         parse_recipe(settings, "here")
     (tmp_path / "a.txt").write_text("One line of text.\n" * 30)
     settings |= {"stage": "next_token", "data": {"texts": [{"file": str(tmp_path / "a.txt"), "words": 9}]}}
-    assert len(load_examples(parse_recipe(settings, "here"))) == 10  # type: ignore[arg-type]
+    assert len(load_training_examples(parse_recipe(settings, "here"))) == 10  # type: ignore[arg-type]
 
 
 def test_rows_of_titled_passages_and_without_answers(tmp_path: Path) -> None:

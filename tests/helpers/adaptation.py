@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ctx_compress_rag.adaptation.adapter import Adapter, projections
+from ctx_compress_rag.adaptation.adapter import Adapter, qkv_projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 
@@ -32,7 +32,7 @@ PREDICTOR = PredictorConfig(inner_steps=2, inner_learning_rate=0.01, demonstrati
 
 def random_adapter(model: Any, rank: int, seed: int, size: float = 0.3, scale: float = 2.0) -> Adapter:
     """An adapter with normal factors for a decoder's Q/K/V projections."""
-    return drawn(projections(model), rank, torch.Generator().manual_seed(seed), size, scale)
+    return drawn(qkv_projections(model), rank, torch.Generator().manual_seed(seed), size, scale)
 
 
 def drawn(shapes: Any, rank: int, generator: torch.Generator, size: float, scale: float, rows: int = 0) -> Adapter:

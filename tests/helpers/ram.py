@@ -15,7 +15,7 @@ from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.models import draw_lora, tiny_config, tiny_llama
 
@@ -108,11 +108,13 @@ def plain_choice(
 
 
 def collator(bundle: Bundle) -> RamCollator:
-    return RamCollator(PromptBuilder(bundle.tokenizer), [PLAIN], 512, seed=0, segment_tokens=bundle.config.base_ratio)
+    return RamCollator(
+        TrainingPromptBuilder(bundle.tokenizer), [PLAIN], 512, seed=0, segment_tokens=bundle.config.base_ratio
+    )
 
 
 def objective(bundle: Bundle, ratio: int = 2, **options: Any) -> RamLoss:
-    loss = RamLoss(bundle, PromptBuilder(bundle.tokenizer), **options)
+    loss = RamLoss(bundle, TrainingPromptBuilder(bundle.tokenizer), **options)
     loss.ratios = [ratio]
     return loss
 

@@ -18,8 +18,8 @@ from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers, layers_of
-from ctx_compress_rag.training.examples import passages_of
+from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers, checkpoint_layers
+from ctx_compress_rag.training.examples import passage_examples
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
 from helpers.methods import IMPORTED, MATRIX, PASSAGES, trained
@@ -160,7 +160,7 @@ def objective_and_batch(recipe: Any, bundle: Bundle) -> tuple[torch.nn.Module, d
     """A recipe's objective, and a batch of the same examples each time."""
     short = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_context_tokens": 96})})
     examples = world_examples("train", 900, 4, max_turns=2, passages=(2,))
-    objective, collate, examples = short.objective(bundle, passages_of(examples) if recipe.recites else examples)
+    objective, collate, examples = short.objective(bundle, passage_examples(examples) if recipe.recites else examples)
     objective.train()
     objective.ratios = [2, 4] if bundle.config.method.name == "ram" else [4]
     return objective, collate(examples)
@@ -193,7 +193,7 @@ def test_checkpointed_layers_give_the_same_gradients(make: Callable[..., Bundle]
     kept: list[int] = []
     for checkpointed in (False, True):
         bundle = make(*case, seed=4)
-        layers = layers_of(bundle)
+        layers = bundle_decoder_layers(bundle)
         assert len(layers) >= 2
         if checkpointed:
             checkpoint_layers(layers, bundle.reader)

@@ -26,7 +26,7 @@ from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.text.templates import TEMPLATES, messages
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.decoding import prefills
 from helpers.ram import (
@@ -136,7 +136,7 @@ def test_training_and_asking_give_the_decoder_the_same(
     """`inputs_embeds` of the training objective, without the answer, and of mark() and the decoder's splice."""
     made = ram_bundle(tiny_tokenizer, seed=4, encoder=FROZEN, decoder={"mode": "full"}, **change)
     asked = Example(tuple(PASSAGES), (Turn(QUESTION, ("Oda Brink",)),))
-    objective = RamLoss(made, PromptBuilder(made.tokenizer))
+    objective = RamLoss(made, TrainingPromptBuilder(made.tokenizer))
     with SoftContextStore(tmp_path, made, codec="fp16", key=KEY) as store:
         for ratio in (2, 4):
             objective.ratios = [ratio]

@@ -23,7 +23,7 @@ from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.store.marker import Marker
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from helpers.published import CHECKPOINTS, FIRST, TEXTS, imported
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
@@ -169,7 +169,7 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
 
 def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) -> None:
     config, texts = bundle.config, TEXTS["prompts"]["several"]
-    builder = PromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)
+    builder = TrainingPromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)
     holed = builder.holed_prompt(Example(tuple(texts), (Turn(TEXTS["question"], ("",)),)), config.template)
     with SoftContextStore(tmp_path, bundle) as store:
         chat = question_chat(config.template, mark_texts(store, texts), TEXTS["question"])

@@ -10,10 +10,10 @@ from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ctx_compress_rag.training.engine import speedups as compiled
-from ctx_compress_rag.training.engine.speedups import compile_layers
+from ctx_compress_rag.training.engine.speedups import compile_decoder_layers
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.stages.answer import AnswerRecipe
-from ctx_compress_rag.training.stages.compression import start
+from ctx_compress_rag.training.stages.compression import make_compression_job
 from helpers.training import settings_of
 
 
@@ -28,7 +28,7 @@ def test_layers_with_lora_share_their_compiled_code(monkeypatch: pytest.MonkeyPa
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
     )
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0))
-    compile_layers(model.get_base_model(), dynamic)
+    compile_decoder_layers(model.get_base_model(), dynamic)
     torch._dynamo.reset()
     for length in (6, 9) if dynamic else (6, 6):
         vectors = torch.randn(2, length, 16, requires_grad=True)
@@ -43,7 +43,7 @@ def test_frozen_weights_are_rounded_unless_the_bundle_saves_them(
     monkeypatch.setattr(compiled, "bfloat16_pays", lambda: True)
     recipe = parse_recipe(settings_of(decoder, "answer", tmp_path, {"bf16": True}, copy_decoder=copied), "test")
     assert isinstance(recipe, AnswerRecipe)
-    job = start(recipe)
+    job = make_compression_job(recipe)
     bundle = job.model.bundle
     assert (bundle.config.decoder is None) == copied
     before = load_file(decoder / "model.safetensors")

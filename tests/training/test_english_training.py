@@ -18,8 +18,8 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.templates import messages
-from ctx_compress_rag.training.engine.loop import speed_report, tokens_of
-from ctx_compress_rag.training.prompts import PromptBuilder, shares
+from ctx_compress_rag.training.engine.loop import count_batch_tokens, speed_report
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, passage_token_shares
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.distillation import DistillationCollator, DistillationLoss
 from helpers.training import losses, report, settings_of, write_recipe
@@ -79,7 +79,7 @@ def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
 
 def test_speed_is_the_typical_one_and_padding_does_not_count() -> None:
     batch = {"input_ids": torch.ones(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 4 + [0] * 4])}
-    assert tokens_of(batch) == 12
+    assert count_batch_tokens(batch) == 12
     history = [{"tokens": n * 1000, "seconds": s} for n, s in ((0, 0.0), (1, 9.0), (2, 10.0), (3, 11.0), (4, 12.0))]
     assert speed_report(history)["tokens_per_second"] == 1000  # the slow first interval compiles
 
@@ -96,7 +96,7 @@ def test_a_full_copy_of_a_bfloat16_decoder_is_trained_in_float32(make_tiny_bundl
     trained = [p for p in objective.parameters() if p.requires_grad]
     assert trained and {p.dtype for p in trained} == {torch.float32}
     assert {p.dtype for p in bundle.backbone.model.parameters()} == {torch.bfloat16}
-    batch = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context} {question}"], 64, 0)(
+    batch = DistillationCollator(TrainingPromptBuilder(bundle.tokenizer), ["{context} {question}"], 64, 0)(
         world_examples("train", 2, 2, max_turns=1, passages=(1,))
     )
     with torch.autocast("cpu", torch.bfloat16):
@@ -106,7 +106,7 @@ def test_a_full_copy_of_a_bfloat16_decoder_is_trained_in_float32(make_tiny_bundl
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(0, 200))
 def test_passages_share_what_others_leave(lengths: list[int], total: int) -> None:
-    kept = shares(lengths, total)
+    kept = passage_token_shares(lengths, total)
     assert all(0 <= k <= n for k, n in zip(kept, lengths, strict=True))
     assert sum(kept) == min(total, sum(lengths))  # nothing that is needed is wasted
     cut = [k for k, n in zip(kept, lengths, strict=True) if k < n]

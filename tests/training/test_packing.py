@@ -17,14 +17,14 @@ from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.training.engine.packing import PADDING, Packer, packed_loss
-from ctx_compress_rag.training.examples import recited
-from ctx_compress_rag.training.objective import PromptBatch
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.engine.packing import PADDING, RowPacker, packed_loss
+from ctx_compress_rag.training.examples import recitation_example
+from ctx_compress_rag.training.objective import TrainingBatch
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
-from ctx_compress_rag.training.stages.compression import start_bundle
+from ctx_compress_rag.training.stages.compression import bundle_to_train
 from ctx_compress_rag.training.stages.repeat_and_answer import (
     REPEAT_TEMPLATES,
     PackedSlotData,
@@ -41,7 +41,7 @@ from helpers.training import losses, settings_of
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 4))
 @settings(deadline=None)
 def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], rows: int) -> None:
-    packer = Packer(rows, 16)
+    packer = RowPacker(rows, 16)
     placed: dict[int, torch.Tensor] = {}
     for number, length in enumerate(lengths, 1):
         if packer.fits(length):
@@ -62,7 +62,7 @@ def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], ro
 def test_packed_sequences_are_read_as_if_alone(name: str) -> None:
     """The loss on their last two tokens is transformers' own, and both kinds of targets have the same share."""
     decoder = model(name)
-    packer = Packer(2, 22)
+    packer = RowPacker(2, 22)
     losses: tuple[list[Tensor], ...] = ([], [])
     for row, kind in zip(random_ids(name, (5, 14, 3, 12)), (0, 1, 1, 1), strict=True):
         packer.add(row, torch.arange(len(row)) >= len(row) - 2, kind)
@@ -103,7 +103,7 @@ def test_packed_prompts_have_the_loss_of_unpacked_ones(name: str, decoder: Path,
     assert isinstance(bundle.compressor, MeanPoolingCompressor) and bundle.compressor.hidden_map is not None
     torch.nn.init.normal_(bundle.compressor.hidden_map.weight, std=0.1)
     draw_lora(bundle.backbone.model, 0.1)
-    builder = PromptBuilder(bundle.tokenizer)
+    builder = TrainingPromptBuilder(bundle.tokenizer)
     batch = PackedSlotData(builder, EXAMPLES, ["salt"], made)[0]
     for rows in (batch.passages, batch.prompts):
         begin = rows.input_ids[(rows.positions == 0) & (rows.segments != PADDING)]
@@ -123,7 +123,7 @@ def test_packed_prompts_have_the_loss_of_unpacked_ones(name: str, decoder: Path,
 
 def test_batches_hold_what_was_asked_for(decoder: Path, tmp_path: Path, tiny_tokenizer: Any) -> None:
     made = recipe(decoder, tmp_path)
-    data = PackedSlotData(PromptBuilder(tiny_tokenizer), EXAMPLES, ["A goat lives in Kormoor."], made)
+    data = PackedSlotData(TrainingPromptBuilder(tiny_tokenizer), EXAMPLES, ["A goat lives in Kormoor."], made)
     for number in range(8):
         batch, again = data[number], data[number]
         assert torch.equal(batch.prompts.input_ids, again.prompts.input_ids)
@@ -151,11 +151,11 @@ def test_whether_slots_are_read_is_logged(decoder: Path, tmp_path: Path) -> None
     found = reading_losses(bundle, passages, 4)
     plain = LikelihoodLoss(bundle)
     plain.ratios = [4]
-    builder = PromptBuilder(bundle.tokenizer)
+    builder = TrainingPromptBuilder(bundle.tokenizer)
     collate = AnswerCollator(builder, [REPEAT_TEMPLATES[0]], 256, 0, recites=True)
-    batch = collate([recited(passage) for passage in passages])
+    batch = collate([recitation_example(passage) for passage in passages])
     assert found["right"] == pytest.approx(float(plain(**batch)["loss"].detach()), rel=1e-5)
-    batch["prompts"] = PromptBatch(batch["prompts"].prompts, [[1], [0]])
+    batch["prompts"] = TrainingBatch(batch["prompts"].prompts, [[1], [0]])
     assert found["wrong"] == pytest.approx(float(plain(**batch)["loss"].detach()), rel=1e-5)
     with pytest.raises(ConfigError, match=r"data.files"):
         recipe(decoder, tmp_path, data=texts)
@@ -188,4 +188,4 @@ def test_impossible_recipes_are_refused(decoder: Path, tmp_path: Path) -> None:
         run_recipe(tmp_path / "recipe.yaml")
     made = recipe(decoder, tmp_path, method={"name": "compression_tokens"})
     with pytest.raises(ConfigError, match="not for compression_tokens"):
-        PackedSlotLoss(start_bundle(made, EXAMPLES))
+        PackedSlotLoss(bundle_to_train(made, EXAMPLES))

@@ -14,7 +14,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.ram.compressor import RamConfig
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.ram import EXAMPLES, PLAIN, collator, objective, plain_ids, ram_bundle
 
@@ -63,7 +63,7 @@ def test_each_question_is_a_prompt_and_each_passage_read_once(bundle: Bundle) ->
 
 
 def test_a_long_context_is_cut(bundle: Bundle) -> None:
-    builder = PromptBuilder(bundle.tokenizer)
+    builder = TrainingPromptBuilder(bundle.tokenizer)
     long = Example(("Kormoor lies on the river Halen. " * 40, "Dun."), (Turn("Which river?", ("Halen",)),))
     batch = RamCollator(builder, [PLAIN], 64, seed=0, segment_tokens=4)([long])
     short = len(plain_ids(bundle, "Dun."))
@@ -78,7 +78,7 @@ def test_a_long_context_is_cut(bundle: Bundle) -> None:
 def test_stage_ram_refuses_other_methods(make_tiny_bundle: Any) -> None:
     other = make_tiny_bundle()
     with pytest.raises(ConfigError, match="mean_pooling"):
-        RamLoss(other, PromptBuilder(other.tokenizer))
+        RamLoss(other, TrainingPromptBuilder(other.tokenizer))
 
 
 def test_impossible_settings_are_refused() -> None:
@@ -95,7 +95,9 @@ def test_impossible_settings_are_refused() -> None:
 def test_yes_and_no_make_no_positives(tiny_tokenizer: Any) -> None:
     """The word 'no' stands in many a text that does not answer with it."""
     text = "There is no doubt about it. Ada said yes."
-    collate = RamCollator(PromptBuilder(tiny_tokenizer), ["{context} {question}"], 512, seed=0, segment_tokens=4)
+    collate = RamCollator(
+        TrainingPromptBuilder(tiny_tokenizer), ["{context} {question}"], 512, seed=0, segment_tokens=4
+    )
     rows = collate([Example((text,), (Turn("Was it so?", ("No",)), Turn("Who said it?", ("Ada",))))])["rows"]
     assert not any(rows[0].positives)
     assert any(rows[1].positives)
@@ -114,7 +116,9 @@ def test_evidence_makes_positives(tiny_tokenizer: Any, tmp_path: Path) -> None:
     examples = read_jsonl(file, max_turns=3)
     assert write_jsonl(tmp_path / "again.jsonl", examples) == 3
     assert read_jsonl(tmp_path / "again.jsonl", max_turns=3) == examples
-    collate = RamCollator(PromptBuilder(tiny_tokenizer), ["{context} {question}"], 512, seed=0, segment_tokens=2)
+    collate = RamCollator(
+        TrainingPromptBuilder(tiny_tokenizer), ["{context} {question}"], 512, seed=0, segment_tokens=2
+    )
     batch = collate(examples)
     bounds = [(p.text, a, b) for p in batch["passages"] for a, b in pairwise(p.bounds)]
     start = passage.index("that Ada won")

@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.text.templates import PARAPHRASES
-from ctx_compress_rag.training.examples import passages_of
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.examples import passage_examples
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from helpers.models import widen
 from helpers.ram import after_hole, plain_ids
@@ -77,8 +77,10 @@ def test_the_loss_is_the_likelihood_of_the_passage(bundle: Any) -> None:
     """Eq. 10, mean over the batch's tokens, summed over ratios."""
     objective = LikelihoodLoss(bundle)
     objective.ratios = [4, 8]
-    builder = PromptBuilder(bundle.tokenizer, 65)
-    batch = AnswerCollator(builder, [TEMPLATE], 64, seed=0, recites=True)(passages_of([Example(tuple(PASSAGES), ())]))
+    builder = TrainingPromptBuilder(bundle.tokenizer, 65)
+    batch = AnswerCollator(builder, [TEMPLATE], 64, seed=0, recites=True)(
+        passage_examples([Example(tuple(PASSAGES), ())])
+    )
     total = 0.0
     for ratio in objective.ratios:
         losses = [loss for passage in PASSAGES for loss in slot_losses(bundle, passage, ratio)]
@@ -90,11 +92,11 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
     """With a paraphrase of its own, always the same one; all of them are drawn."""
     turn = (Turn("Which pet?", ("a goat",)),)
     many = [Example((f"Passage {number} of many.", "Shared."), turn) for number in range(40)]
-    rows = passages_of(many)
+    rows = passage_examples(many)
     assert [p for row in rows for p in row.passages] == ["Passage 0 of many.", "Shared."] + [
         example.passages[0] for example in many[1:]
     ]
-    collate = AnswerCollator(PromptBuilder(tiny_bundle.tokenizer, 65), PARAPHRASES, 64, seed=0, recites=True)
+    collate = AnswerCollator(TrainingPromptBuilder(tiny_bundle.tokenizer, 65), PARAPHRASES, 64, seed=0, recites=True)
     batch = collate(rows)
     assert batch["prompts"].passages == [[i] for i in range(41)]
     prompts = set()
@@ -109,8 +111,10 @@ def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
 
 
 def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
-    long = passages_of([Example(("Kormoor lies on the river Halen. " * 20,), ())])
-    batch = AnswerCollator(PromptBuilder(tiny_bundle.tokenizer, 33), PARAPHRASES[:1], 32, seed=0, recites=True)(long)
+    long = passage_examples([Example(("Kormoor lies on the river Halen. " * 20,), ())])
+    batch = AnswerCollator(TrainingPromptBuilder(tiny_bundle.tokenizer, 33), PARAPHRASES[:1], 32, seed=0, recites=True)(
+        long
+    )
     [passage] = batch["passages"]
     assert len(passage.ids) == 32
     [row] = batch["prompts"].prompts

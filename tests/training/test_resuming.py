@@ -14,7 +14,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.recipe import load_recipe
-from ctx_compress_rag.training.run import check_inputs, is_finished, run_recipe
+from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, run_recipe
 from helpers.forked import COMMAND, Forked
 from helpers.models import save_tiny_llama
 from helpers.training import UNLIKE, killed, losses, report, write_recipe
@@ -44,13 +44,13 @@ def test_missing_input_of_a_later_recipe_is_refused_before_the_first_runs(decode
     first, second = tmp_path / "first", tmp_path / "second"
     recipes = [_recipe(decoder, first), _recipe(decoder, second, data="nowhere.jsonl")]
     with pytest.raises(ConfigError, match=r"nowhere.jsonl'.*second'"):
-        check_inputs([load_recipe(recipe) for recipe in recipes])
+        check_recipe_inputs([load_recipe(recipe) for recipe in recipes])
     settings = yaml.safe_load(recipes[1].read_text())
     settings["data"]["files"] = [str(first / "answers.jsonl")]  # within what the first writes
     recipes[1].write_text(yaml.safe_dump(settings))
-    check_inputs([load_recipe(recipe) for recipe in recipes])
+    check_recipe_inputs([load_recipe(recipe) for recipe in recipes])
     with pytest.raises(ConfigError, match="answers.jsonl"):
-        check_inputs([load_recipe(recipe) for recipe in reversed(recipes)])
+        check_recipe_inputs([load_recipe(recipe) for recipe in reversed(recipes)])
 
 
 # Reductions, ratios and episodes are drawn again at each step.
@@ -111,14 +111,14 @@ def test_checkpoints_of_edited_files_are_refused(decoder: Path, tmp_path: Path, 
     recipe.write_text(yaml.safe_dump(settings))
     with nullcontext() if finished else killed(after=3):
         run_recipe(recipe)
-    assert is_finished(load_recipe(recipe)) is finished
+    assert is_recipe_finished(load_recipe(recipe)) is finished
     write_jsonl(data, UNLIKE)
-    assert not is_finished(load_recipe(recipe))
+    assert not is_recipe_finished(load_recipe(recipe))
     with pytest.raises(ConfigError, match="mine.jsonl"):
         run_recipe(recipe)
     write_jsonl(data, UNLIKE[:3])
     run_recipe(recipe)
-    assert is_finished(load_recipe(recipe))
+    assert is_recipe_finished(load_recipe(recipe))
     data.unlink()  # what is finished needs no data
     assert run_recipe(recipe) == tmp_path / "cut"
 
@@ -145,11 +145,11 @@ def test_checkpoints_of_a_retrained_input_are_refused(
     with killed(after=3):
         run_recipe(recipe)
     make(3)
-    assert not is_finished(load_recipe(recipe))
+    assert not is_recipe_finished(load_recipe(recipe))
     with pytest.raises(ConfigError, match=f"{folder}.*--no-resume"):
         run_recipe(recipe)
     run_recipe(recipe, resume=False)
-    assert is_finished(load_recipe(recipe))
+    assert is_recipe_finished(load_recipe(recipe))
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -184,7 +184,7 @@ def test_no_resume_ignores_earlier_checkpoints(decoder: Path, whole: Path, tmp_p
     anew = _recipe(decoder, folder)
     with killed(after=3):
         run_recipe(anew, resume=False)
-    assert not is_finished(load_recipe(anew))
+    assert not is_recipe_finished(load_recipe(anew))
     run_recipe(anew)
     assert report(folder)["resumed"] is True
     _assert_the_same(whole, folder)

@@ -19,7 +19,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.text.templates import TEMPLATES
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.recipe import SHIPPED, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
@@ -27,7 +27,7 @@ from ctx_compress_rag.training.stages.distillation import (
     DistillationCollator,
     DistillationLoss,
     DistillationRecipe,
-    with_repeats,
+    draw_repeats,
 )
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
@@ -44,7 +44,7 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     draw_lora(bundle.backbone.model, adapter="reader")
     objective = DistillationLoss(bundle)
     objective.ratios = [4, 8]
-    collate = DistillationCollator(PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, seed=0)
+    collate = DistillationCollator(TrainingPromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, seed=0)
     loss = float(objective(**collate(EXAMPLES))["loss"])
 
     embed, total = bundle.backbone.embeddings, 0.0
@@ -87,7 +87,7 @@ def test_passages_to_repeat_are_drawn_from_whole_batches() -> None:
         [Example((f"{n}", f"{n + 1}", "shared"), (Turn(f"{start + n}?", ("yes",)),)) for n in range(size)]
         for start, size in ((0, 4), (9, 4), (20, 1))
     ]
-    made = with_repeats([example for batch in batches for example in batch], 4, 5, seed=3)
+    made = draw_repeats([example for batch in batches for example in batch], 4, 5, seed=3)
     assert [(e.passages, e.turns) for e in made] == [(e.passages, e.turns) for batch in batches for e in batch]
     for batch in batches:
         own, made = made[: len(batch)], made[len(batch) :]
@@ -104,7 +104,7 @@ def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> 
     """One of three for each: the sum of the single examples' losses at what was drawn, and all are drawn in turn."""
     bundle = make_tiny_bundle(seed=3)
     widen(bundle.backbone.model, seed=4)  # text and slots are read differently: not a loss of rounding errors
-    builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
+    builder, plain = TrainingPromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
     objective: Any = DistillationLoss(bundle) if stage == "distillation" else LikelihoodLoss(bundle)
     collate: Any = (
         DistillationCollator(builder, plain, 512, seed=0)
@@ -134,7 +134,7 @@ def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> 
 def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> None:
     """The likelihood plus a thousand KL(text || slots), means over tokens: two losses that each have one of them."""
     bundle = make_tiny_bundle(seed=3)
-    builder, plain = PromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
+    builder, plain = TrainingPromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"]
     both = LikelihoodLoss(bundle, self_distillation=1000.0)
     batch = AnswerCollator(builder, plain, 512, seed=0, with_text=True)(EXAMPLES)
     both.ratios = [4, 8]
@@ -151,13 +151,13 @@ def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> 
 
 
 def test_shared_passages_are_encoded_once(tiny_bundle: Any) -> None:
-    batch = DistillationCollator(PromptBuilder(tiny_bundle.tokenizer), TEMPLATES, 512, seed=0)(EXAMPLES)
+    batch = DistillationCollator(TrainingPromptBuilder(tiny_bundle.tokenizer), TEMPLATES, 512, seed=0)(EXAMPLES)
     assert len(batch["passages"]) == 2
     assert batch["prompts"].passages == [[0, 1], [1]]
 
 
 def test_answer_loss_is_the_answers_cross_entropy(tiny_bundle: Any) -> None:
-    batch = TextCollator(PromptBuilder(tiny_bundle.tokenizer), TEMPLATES[:1], 512, seed=0)(EXAMPLES)
+    batch = TextCollator(TrainingPromptBuilder(tiny_bundle.tokenizer), TEMPLATES[:1], 512, seed=0)(EXAMPLES)
     losses = []
     with torch.no_grad():
         loss = float(AnswerLoss(tiny_bundle.backbone.model)(**batch)["loss"])
@@ -175,7 +175,7 @@ def test_base_models_get_the_space_before_an_answer(name: str, answer: str) -> N
     tokenizer = copy.deepcopy(architectures.tokenizer(name))
     tokenizer.chat_template = None
     example = Example(EXAMPLES[0].passages, (Turn("Which pet?", (answer,)),))
-    prompt = PromptBuilder(tokenizer).text_prompt(example, TEMPLATES[0])
+    prompt = TrainingPromptBuilder(tokenizer).text_prompt(example, TEMPLATES[0])
     text = "\n\n".join(example.passages) + f"\n\nQuestion: Which pet?\nAnswer: {answer}"
     whole = tokenizer((tokenizer.bos_token or "") + text, add_special_tokens=False)["input_ids"]
     assert prompt.ids().tolist() == [*whole, tokenizer.eos_token_id]
@@ -247,7 +247,7 @@ def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: P
 
 
 def test_a_long_passage_is_cut_and_its_answer_kept(tiny_bundle: Any) -> None:
-    builder = PromptBuilder(tiny_bundle.tokenizer)
+    builder = TrainingPromptBuilder(tiny_bundle.tokenizer)
     long = Example(("Kormoor lies on the river Halen. " * 40,), (Turn("Which river?", ("Halen",)),))
     batch = TextCollator(builder, TEMPLATES[:1], 64, seed=0)([long])
     assert tiny_bundle.tokenizer.decode(batch["input_ids"][0][batch["answers"][0]]).strip() == "Halen<|end|>"

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import TrainingError
 from ctx_compress_rag.training.recipe import load_recipe
-from ctx_compress_rag.training.run import is_finished, run_recipe
+from ctx_compress_rag.training.run import is_recipe_finished, run_recipe
 from helpers.training import UNLIKE, write_recipe
 
 
@@ -46,7 +46,7 @@ def test_a_full_disk_is_named_and_training_resumes(decoder: Path, tmp_path: Path
     with full_disk(limit), pytest.raises(OSError, match="checkpoint-1.*disk"):
         run_recipe(recipe)
     run_recipe(recipe)
-    assert is_finished(load_recipe(recipe))
+    assert is_recipe_finished(load_recipe(recipe))
 
 
 def test_report_has_the_hash_of_the_data_as_read(decoder: Path, tmp_path: Path) -> None:
@@ -56,6 +56,6 @@ def test_report_has_the_hash_of_the_data_as_read(decoder: Path, tmp_path: Path) 
     hook = register_optimizer_step_pre_hook(lambda *_: (write_jsonl(data, UNLIKE), None)[1])
     run_recipe(recipe)
     hook.remove()
-    assert not is_finished(load_recipe(recipe))
+    assert not is_recipe_finished(load_recipe(recipe))
     write_jsonl(data, UNLIKE[:3])
-    assert is_finished(load_recipe(recipe))
+    assert is_recipe_finished(load_recipe(recipe))

@@ -30,14 +30,14 @@ class SlotUpdates(Protocol):
         """Add updates at these slots within the context."""
 
 
-def layers_of(bundle: Bundle) -> list[nn.Module]:
+def bundle_decoder_layers(bundle: Bundle) -> list[nn.Module]:
     """Return every layer of a bundle's decoder and of its copies."""
     mask = torch.zeros(1, 1, dtype=torch.bool)
     with bundle.reader.decoder(mask) as reader:
-        return layers_in([bundle.backbone.model, bundle.compressor, bundle.reader, reader])
+        return transformers_layers([bundle.backbone.model, bundle.compressor, bundle.reader, reader])
 
 
-def layers_in(models: Iterable[nn.Module]) -> list[nn.Module]:
+def transformers_layers(models: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the layers of transformers models anywhere in these modules, each once."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]

@@ -24,19 +24,19 @@ from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError, nee
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers
 from ctx_compress_rag.training.engine.optimizers import (
-    all_finite,
+    all_weights_finite,
     make_optimizers,
     set_learning_rate,
-    trained,
+    trained_parameters,
     weight_average,
 )
 from ctx_compress_rag.training.engine.saved_states import (
     FOLDER,
+    checkpoint_step,
     keep_trained,
     last_checkpoint,
-    load_state,
-    save_state,
-    step_of,
+    load_training_state,
+    save_training_state,
 )
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 
@@ -49,7 +49,7 @@ StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
-def processes() -> PartialState:
+def training_processes() -> PartialState:
     """Return this process's state, connected to the other processes of `accelerate launch`; on GPUs, else on the CPU.
 
     Each process trains on its share of every batch, on its own GPU.
@@ -59,7 +59,7 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
-class Examples(Protocol):
+class TrainingExamples(Protocol):
     """A sequence of examples, or a dataset that makes each example when it is asked for."""
 
     def __len__(self) -> int: ...
@@ -89,7 +89,7 @@ class BatchMean(ABC):
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What to train, on which data, and how to save the result.
 
     Attributes:
@@ -105,7 +105,7 @@ class Job:
     """
 
     model: nn.Module
-    examples: Examples
+    examples: TrainingExamples
     collate: Collate
     save: Callable[[dict[str, Any]], None]
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -115,8 +115,8 @@ class Job:
     micro_batch_size: int | None = None
 
 
-def train(
-    job: Job, optim: OptimConfig, output: Path, seed: int, resume: bool = True, deadline: float | None = None
+def train_job(
+    job: TrainingJob, optim: OptimConfig, output: Path, seed: int, resume: bool = True, deadline: float | None = None
 ) -> dict[str, Any]:
     """Train a job's model, write `loss.json`, and return a report.
 
@@ -145,12 +145,12 @@ def train(
 class _Training:
     """What one process trains with, and how far it is: the number of steps made, the log, the tokens it has read."""
 
-    def __init__(self, job: Job, optim: OptimConfig, output: Path, seed: int) -> None:
+    def __init__(self, job: TrainingJob, optim: OptimConfig, output: Path, seed: int) -> None:
         from accelerate import Accelerator
 
         self.began = time.monotonic()
         self.job, self.optim, self.output = job, optim, output
-        self.accelerator = Accelerator(cpu=processes().device.type == "cpu", mixed_precision="no")
+        self.accelerator = Accelerator(cpu=training_processes().device.type == "cpu", mixed_precision="no")
         self.count = self.accelerator.num_processes
         self.micro = self._micro_batch_size()
         torch.manual_seed(seed)
@@ -160,7 +160,7 @@ class _Training:
         keep_trained(self.accelerator, self.model)
         self.parallel = self.accelerator.prepare(self.model)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in make_optimizers(self.model, optim)]
-        self.parameters = nn.ParameterList(trained(self.model).values())
+        self.parameters = nn.ParameterList(trained_parameters(self.model).values())
         self.average = None if optim.average is None else weight_average(self.parameters, optim.average)
         if self.average is not None:
             self.accelerator.register_for_checkpointing(self.average)
@@ -184,12 +184,12 @@ class _Training:
     def begin(self, resume: bool) -> bool:
         """Continue from the last checkpoint, if there is one; return whether there is one."""
         checkpoint = last_checkpoint(self.accelerator, self.output, self.optim.steps) if resume else None
-        self.step = step_of(checkpoint) if checkpoint else 0
-        # Draws a random number: before `load_state`.
+        self.step = checkpoint_step(checkpoint) if checkpoint else 0
+        # Draws a random number: before `load_training_state`.
         self.micro_batches = self._micro_batches()
         if checkpoint:
             logger.info("resuming from %s", checkpoint)
-            progress = load_state(self.accelerator, checkpoint)
+            progress = load_training_state(self.accelerator, checkpoint)
             self.history = progress["history"]
             self.tokens = progress["tokens"] // self.count
             self.began -= progress["seconds"]
@@ -228,7 +228,7 @@ class _Training:
         self.rate = set_learning_rate(self.optimizers, self.optim, self.step)
         self.step += 1
         batches = [next(self.micro_batches) for _ in range(self.optim.batch_size // (self.micro * self.count))]
-        self.tokens += sum(map(tokens_of, batches))
+        self.tokens += sum(map(count_batch_tokens, batches))
         loss = self._backward(batches)
         late = deadline is not None and time.monotonic() >= deadline
         # One process's NaN or deadline is that of all: a process that continued alone would wait for the others.
@@ -270,11 +270,13 @@ class _Training:
         self.losses.clear()
 
     def _save(self) -> None:
-        if not all_finite(self.model):
+        if not all_weights_finite(self.model):
             raise _diverged(self.output, f"weights are NaN or infinite after step {self.step}")
         if self.job.measure:
             self.history[-1] |= self.job.measure()
-        save_state(self.accelerator, self.output, {"step": self.step, **self.so_far(), "history": self.history})
+        save_training_state(
+            self.accelerator, self.output, {"step": self.step, **self.so_far(), "history": self.history}
+        )
 
     def finish(self) -> None:
         """Write `loss.json`, and replace weights by their average, if any; raise a TimeUpError if steps are left."""
@@ -297,7 +299,7 @@ def _diverged(output: Path, what: str) -> TrainingError:
     )
 
 
-def tokens_of(batch: Mapping[str, Any]) -> int:
+def count_batch_tokens(batch: Mapping[str, Any]) -> int:
     """Return the number of tokens in a collated batch, without padding. Each passage and prompt counts once.
 
     Tensors with transformers' names are counted, and values that have a `token_count`, alone or in lists.

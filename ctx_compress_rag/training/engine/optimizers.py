@@ -11,12 +11,12 @@ from torch.optim.swa_utils import AveragedModel
 from ctx_compress_rag.training.config import OptimConfig
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def all_finite(model: nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in trained(model).values())
+def all_weights_finite(model: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in trained_parameters(model).values())
 
 
 def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:
@@ -26,7 +26,7 @@ def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:
     AdamW's, so that the two learning rates are comparable.
     """
     matrices = _matrices(model) if optim.muon_learning_rate is not None else {}
-    rest = [p for name, p in trained(model).items() if name not in matrices]
+    rest = [p for name, p in trained_parameters(model).items() if name not in matrices]
     decay = optim.weight_decay
     # Biases and norms do not decay, as is usual; beside Muon they do.
     groups = [
@@ -49,19 +49,21 @@ def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return trained weights of linear layers by name, without the head, even one that is tied to the embeddings."""
     linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     linear -= {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {name: p for name, p in trained(model).items() if p in linear and not name.endswith("lm_head.weight")}
+    return {
+        name: p for name, p in trained_parameters(model).items() if p in linear and not name.endswith("lm_head.weight")
+    }
 
 
 def set_learning_rate(optimizers: list[Optimizer], optim: OptimConfig, step: int) -> float:
     """Set the learning rates of a step, counted from 0, and return AdamW's."""
-    share = rate_share(optim, step)
+    share = learning_rate_share(optim, step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
     return optim.learning_rate * share
 
 
-def rate_share(optim: OptimConfig, step: int) -> float:
+def learning_rate_share(optim: OptimConfig, step: int) -> float:
     """Return a step's learning rate as a share of the highest: it rises linearly, then falls by `schedule`."""
     warmup = round(optim.warmup_ratio * optim.steps)
     if step < warmup:

@@ -80,7 +80,7 @@ class PackedSlots(_Movable):
 
 
 @dataclass
-class Packer:
+class RowPacker:
     """A maker of `rows` packed rows of `length` tokens, where a sequence goes into the first row with room for it."""
 
     rows: int

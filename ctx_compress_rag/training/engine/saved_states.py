@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.engine.optimizers import trained
+from ctx_compress_rag.training.engine.optimizers import trained_parameters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,12 +35,12 @@ def keep_trained(accelerator: Accelerator, model: nn.Module) -> None:
     def save(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
         weights.clear()
         if accelerator.is_main_process:
-            own = {name: p.detach().cpu().contiguous() for name, p in trained(model).items()}
+            own = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(model).items()}
             save_file(own, Path(folder, _WEIGHTS_FILE))
 
     def load(models: list[Any], folder: str) -> None:
         models.clear()
-        stored, own = load_file(Path(folder, _WEIGHTS_FILE)), trained(model)
+        stored, own = load_file(Path(folder, _WEIGHTS_FILE)), trained_parameters(model)
         if odd := stored.keys() ^ own.keys():
             raise ConfigError(
                 f"{folder} is of another model: {len(odd)} tensors differ, for example {min(odd)}; choose another "
@@ -54,7 +54,7 @@ def keep_trained(accelerator: Accelerator, model: nn.Module) -> None:
     accelerator.register_load_state_pre_hook(load)
 
 
-def save_state(accelerator: Accelerator, output: Path, progress: dict[str, Any]) -> None:
+def save_training_state(accelerator: Accelerator, output: Path, progress: dict[str, Any]) -> None:
     """Write a checkpoint, and remove all but the last two. Every process must call it.
 
     `progress` is what the loop needs to continue, as JSON; its `step` is the number of steps made.
@@ -69,8 +69,8 @@ def save_state(accelerator: Accelerator, output: Path, progress: dict[str, Any])
             shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
-    """Restore what `save_state` wrote, however many processes wrote it, and return its `progress`."""
+def load_training_state(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
+    """Restore what `save_training_state` wrote, however many processes wrote it, and return its `progress`."""
     accelerator.load_state(str(checkpoint))
     return dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))
 
@@ -87,7 +87,7 @@ def last_checkpoint(accelerator: Accelerator, output: Path, steps: int) -> Path 
         shutil.rmtree(half, ignore_errors=True)
     if not complete:
         return None
-    if step_of(complete[-1]) > steps:
+    if checkpoint_step(complete[-1]) > steps:
         raise ConfigError(
             f"{complete[-1]} is beyond the recipe's {steps} steps: give it more steps, choose another output, or start "
             "again with --no-resume"
@@ -96,14 +96,14 @@ def last_checkpoint(accelerator: Accelerator, output: Path, steps: int) -> Path 
 
 
 def _all(output: Path) -> list[Path]:
-    return sorted((output / FOLDER).glob("checkpoint-*"), key=step_of)
+    return sorted((output / FOLDER).glob("checkpoint-*"), key=checkpoint_step)
 
 
 def complete_checkpoints(output: Path) -> list[Path]:
     return [folder for folder in _all(output) if (folder / _PROGRESS_FILE).exists()]
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 

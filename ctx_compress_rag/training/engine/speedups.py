@@ -14,18 +14,18 @@ from ctx_compress_rag.training.engine.torch_internals import compile_for_all, cp
 logger = logging.getLogger(__name__)
 
 
-def make_fast(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
+def speed_up_training(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
     """Make a decoder's adapters train as fast as the recipe allows; call it after the choice of trained weights.
 
     `dynamic` says that batches differ in shape, and `saved` that frozen weights will be saved, so they are not rounded.
     """
     if optim.bf16 and not saved and bfloat16_pays():
-        round_frozen(model)
+        round_frozen_weights(model)
     if optim.compile:
-        compile_layers(model, dynamic)
+        compile_decoder_layers(model, dynamic)
 
 
-def compile_layers(model: Any, dynamic: bool = False) -> None:
+def compile_decoder_layers(model: Any, dynamic: bool = False) -> None:
     """Compile each decoder layer for every shape it meets or, if `dynamic`, for all shapes. All layers share the code.
 
     On a CPU attention is eager, so that it is fused with the operations around it. For rows of a few hundred tokens the
@@ -38,7 +38,7 @@ def compile_layers(model: Any, dynamic: bool = False) -> None:
         layer.compile(dynamic=dynamic)
 
 
-def round_frozen(model: Any) -> None:
+def round_frozen_weights(model: Any) -> None:
     """Convert weights that are not trained to bfloat16 once, so that they are not cast at every use."""
     for parameter in model.parameters():
         if not parameter.requires_grad:

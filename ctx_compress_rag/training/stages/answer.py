@@ -23,11 +23,11 @@ from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.text.templates import PARAPHRASES, PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import bos_id, text_ids
 from ctx_compress_rag.training.engine.loop import BatchMean
-from ctx_compress_rag.training.examples import recited
-from ctx_compress_rag.training.objective import ExampleCollator, PromptBatch, SlotObjective
-from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.recipe import register
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
+from ctx_compress_rag.training.examples import recitation_example
+from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.recipe import register_stage
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
 
 class AnswerRecipe(CompressionRecipe):
@@ -58,11 +58,11 @@ class LikelihoodLoss(BatchMean, SlotObjective):
         super().__init__(bundle)
         self.self_distillation = self_distillation
 
-    def items(self, prompts: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
+    def items(self, prompts: TrainingBatch, **_: Any) -> Tensor:  # type: ignore[override]
         return prompts.answer_tokens()
 
     def loss(  # type: ignore[override]
-        self, items: Tensor, passages: Sequence[Tokenized], prompts: PromptBatch, text_prompts: Sequence[Prompt] = ()
+        self, items: Tensor, passages: Sequence[Tokenized], prompts: TrainingBatch, text_prompts: Sequence[Prompt] = ()
     ) -> Tensor:
         targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
@@ -94,7 +94,7 @@ class AnswerCollator(ExampleCollator):
         for example in examples:
             short = self.builder.shortened(example.passages, self.max_context_tokens)
             texts = [text for text, _ in short]
-            asked = recited(*texts) if self.recites else example
+            asked = recitation_example(*texts) if self.recites else example
             template = draw_template(self.templates, example, self.seed)
             prompts.append(self.builder.holed_prompt(asked, template))
             if self.with_text:
@@ -104,7 +104,7 @@ class AnswerCollator(ExampleCollator):
             places.append([list(passages).index(text) for text in texts])
         return {
             "passages": list(passages.values()),
-            "prompts": PromptBatch(prompts, places),
+            "prompts": TrainingBatch(prompts, places),
             "text_prompts": text_prompts,
         }
 
@@ -149,7 +149,7 @@ class NextTokenCollator:
             text = self.tokenizer.decode(context)
             passages.setdefault(text, Tokenized(text, context.tolist()))
             places.append([list(passages).index(text)])
-        return {"passages": list(passages.values()), "prompts": PromptBatch(prompts, places)}
+        return {"passages": list(passages.values()), "prompts": TrainingBatch(prompts, places)}
 
     def _cut(self, text: str) -> tuple[Tensor, Tensor]:
         ids = torch.tensor(text_ids(self.tokenizer, text), dtype=torch.long)
@@ -174,9 +174,9 @@ class ReconstructionRecipe(CompressionRecipe):
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         longest = self.data.max_context_tokens
-        builder = PromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
+        builder = TrainingPromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
         return LikelihoodLoss(bundle), AnswerCollator(builder, PARAPHRASES, longest, self.seed, recites=True), examples
 
 
 for _recipe in (AnswerRecipe, NextTokenRecipe, ReconstructionRecipe):
-    register(_recipe, start)
+    register_stage(_recipe, make_compression_job)

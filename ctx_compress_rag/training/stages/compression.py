@@ -26,17 +26,17 @@ from ctx_compress_rag.soft_context import check_window
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.config import Recipe
-from ctx_compress_rag.training.engine.gradient_checkpointing import layers_of
-from ctx_compress_rag.training.engine.loop import Collate, Examples, Job, processes
-from ctx_compress_rag.training.engine.speedups import make_fast
-from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers
+from ctx_compress_rag.training.engine.loop import Collate, TrainingExamples, TrainingJob, training_processes
+from ctx_compress_rag.training.engine.speedups import speed_up_training
+from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import SlotObjective
-from ctx_compress_rag.training.prompts import PromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 
 logger = logging.getLogger(__name__)
 
 
-Objective = tuple[SlotObjective, Collate, Examples]
+Objective = tuple[SlotObjective, Collate, TrainingExamples]
 """A loss, the collator that feeds it, and the examples for the collator."""
 
 
@@ -138,23 +138,25 @@ class CompressionRecipe(Recipe):
             return current.ratios
         return sorted(random.Random(f"{self.seed}:{step}").sample(current.ratios, current.sample))
 
-    def builder(self, bundle: Bundle) -> PromptBuilder:
+    def builder(self, bundle: Bundle) -> TrainingPromptBuilder:
         config = bundle.config
-        return PromptBuilder(bundle.tokenizer, self.data.max_answer_tokens, config.separator, config.answer_prefix)
+        return TrainingPromptBuilder(
+            bundle.tokenizer, self.data.max_answer_tokens, config.separator, config.answer_prefix
+        )
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         """Return the loss that the stage minimizes, its collator and its examples; each stage has its own."""
         raise NotImplementedError
 
 
-def start(recipe: CompressionRecipe) -> Job:
+def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
     """Make the job that trains a bundle and saves it. Its report includes the reports of earlier stages."""
-    examples = load_examples(recipe)
-    bundle = start_bundle(recipe, examples)
+    examples = load_training_examples(recipe)
+    bundle = bundle_to_train(recipe, examples)
     objective, collate, arranged = recipe.objective(bundle, examples)
     objective.seed = recipe.seed
     saved = bundle.config.decoder is None
-    make_fast(bundle.backbone.model, recipe.optim, dynamic=not recipe.packed, saved=saved)
+    speed_up_training(bundle.backbone.model, recipe.optim, dynamic=not recipe.packed, saved=saved)
 
     def choose_ratios(step: int) -> None:
         part = recipe.curriculum_at(step)
@@ -167,7 +169,7 @@ def start(recipe: CompressionRecipe) -> Job:
         bundle.report = report
         bundle.save_pretrained(recipe.output / "bundle", int8=recipe.int8)
 
-    return Job(
+    return TrainingJob(
         objective,
         arranged,
         collate,
@@ -175,12 +177,12 @@ def start(recipe: CompressionRecipe) -> Job:
         about=earlier,
         on_step=choose_ratios,
         measure=getattr(objective, "measure", None),
-        layers=layers_of(bundle),
+        layers=bundle_decoder_layers(bundle),
         micro_batch_size=1 if recipe.packed else None,
     )
 
 
-def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
+def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     """Return the bundle that training starts from."""
     settings: dict[str, Any] = {
         "name": recipe.name,
@@ -194,11 +196,11 @@ def start_bundle(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
     if recipe.method is not None:
         settings["method"] = recipe.method
     if recipe.bundle is not None:
-        return Bundle.from_pretrained(recipe.bundle, device=processes().device, changes=settings)
+        return Bundle.from_pretrained(recipe.bundle, device=training_processes().device, changes=settings)
     assert recipe.decoder is not None
     if recipe.teacher is not None and isinstance(recipe.decoder, str):
         _compare_decoders(recipe.teacher, recipe.decoder)
-    model, tokenizer = load_decoder(recipe.decoder, recipe.revision, processes().device)
+    model, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_processes().device)
     decoder: str | GgufDecoder | None = recipe.decoder
     revision = recipe.revision
     if isinstance(decoder, str) and Path(decoder).is_dir():

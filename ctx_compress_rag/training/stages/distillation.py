@@ -17,11 +17,11 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import Tokenized
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.engine.loop import BatchMean
-from ctx_compress_rag.training.examples import recited
-from ctx_compress_rag.training.objective import PromptBatch, SlotObjective
-from ctx_compress_rag.training.recipe import register
+from ctx_compress_rag.training.examples import recitation_example
+from ctx_compress_rag.training.objective import SlotObjective, TrainingBatch
+from ctx_compress_rag.training.recipe import register_stage
 from ctx_compress_rag.training.stages.answer import AnswerCollator
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
 REPEAT = "{context}\n\nRepeat the text."
 
@@ -43,7 +43,7 @@ class DistillationRecipe(CompressionRecipe):
         loss = DistillationLoss(bundle, self.reconstruction_weight)
         collate = DistillationCollator(builder, data.templates, data.max_context_tokens, self.seed)
         if self.reconstruction_weight:
-            examples = with_repeats(examples, self.optim.batch_size, self.repeat_per_batch, self.seed)
+            examples = draw_repeats(examples, self.optim.batch_size, self.repeat_per_batch, self.seed)
         return loss, collate, examples
 
 
@@ -57,7 +57,7 @@ class DistillationLoss(BatchMean, SlotObjective):
         super().__init__(bundle)
         self.reconstruction_weight = reconstruction_weight
 
-    def items(self, text_prompts: list[Prompt], repeats: PromptBatch, **_: Any) -> Tensor:  # type: ignore[override]
+    def items(self, text_prompts: list[Prompt], repeats: TrainingBatch, **_: Any) -> Tensor:  # type: ignore[override]
         return torch.cat((torch.tensor([float(len(text_prompts))]), repeats.answer_tokens()))
 
     def loss(  # type: ignore[override]
@@ -65,8 +65,8 @@ class DistillationLoss(BatchMean, SlotObjective):
         items: Tensor,
         passages: Sequence[Tokenized],
         text_prompts: list[Prompt],
-        prompts: PromptBatch,
-        repeats: PromptBatch,
+        prompts: TrainingBatch,
+        repeats: TrainingBatch,
     ) -> Tensor:
         """Return the loss of a batch; `repeats` are prompts whose answer is a passage's own text."""
         examples, repeated_tokens = items
@@ -92,7 +92,7 @@ class RepeatingExample(Example):
     repeated: tuple[str, ...] = ()
 
 
-def with_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
+def draw_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
     """Draw passages of each batch to repeat, and add each to the batch's first example that has it.
 
     Passages are drawn for whole batches, so that micro-batches and processes change nothing.
@@ -126,8 +126,8 @@ class DistillationCollator(AnswerCollator):
             if isinstance(example, RepeatingExample):
                 place_of = dict(zip(example.passages, places, strict=True))
                 repeated += [place_of[passage] for passage in example.repeated]
-        repeats = [self.builder.holed_prompt(recited(texts[place]), REPEAT) for place in repeated]
-        return batch | {"repeats": PromptBatch(repeats, [[place] for place in repeated])}
+        repeats = [self.builder.holed_prompt(recitation_example(texts[place]), REPEAT) for place in repeated]
+        return batch | {"repeats": TrainingBatch(repeats, [[place] for place in repeated])}
 
 
-register(DistillationRecipe, start)
+register_stage(DistillationRecipe, make_compression_job)

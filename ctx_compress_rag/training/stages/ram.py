@@ -21,10 +21,10 @@ from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_run
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.loop import BatchMean
-from ctx_compress_rag.training.objective import ExampleCollator, PromptBatch, SlotObjective
-from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.recipe import register
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
+from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.recipe import register_stage
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
 
 class RamRecipe(CompressionRecipe):
@@ -90,7 +90,7 @@ class RamLoss(BatchMean, SlotObjective):
     """
 
     def __init__(
-        self, bundle: Bundle, builder: PromptBuilder, temperature: float = 0.1, contrastive: bool = True
+        self, bundle: Bundle, builder: TrainingPromptBuilder, temperature: float = 0.1, contrastive: bool = True
     ) -> None:
         if not isinstance(bundle.compressor, RamCompressor):
             raise ConfigError(f"stage ram trains method ram, not {bundle.config.method.name}: change stage or method")
@@ -108,7 +108,7 @@ class RamLoss(BatchMean, SlotObjective):
         hidden = self.ram.read(ids, mask)
         means, counts = segment_means(hidden, mask), mask.sum(1)
         first = list(accumulate((len(passage.ids) for passage in passages), initial=0))
-        prompts, softs, contrast = PromptBatch([], []), list[SoftContext](), list[Tensor]()
+        prompts, softs, contrast = TrainingBatch([], []), list[SoftContext](), list[Tensor]()
         question_ids, question_mask = padded([row.question for row in rows], self.bundle.backbone.device)
         questions = segment_means(self.ram.read(question_ids, question_mask), question_mask)  # r_q of each
         for row, question in zip(rows, questions, strict=True):
@@ -136,7 +136,7 @@ class RamLoss(BatchMean, SlotObjective):
         positive = torch.tensor(positives, device=log_p.device)
         return -log_p[positive].sum() / max(1, int(positive.sum()))
 
-    def _likelihood(self, prompts: PromptBatch, softs: Sequence[SoftContext]) -> Tensor:
+    def _likelihood(self, prompts: TrainingBatch, softs: Sequence[SoftContext]) -> Tensor:
         """Return L_nll (eq. 7), averaged over each answer's tokens and summed over questions."""
         logits, targets = self.answer_logits(prompts, SlotBatch.of(softs))
         lengths = prompts.answer_lengths()
@@ -192,4 +192,4 @@ def _positives(passage: Segments, turn: Turn) -> list[bool]:
     return passage.holding([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])
 
 
-register(RamRecipe, start)
+register_stage(RamRecipe, make_compression_job)

@@ -24,12 +24,12 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_id
 from ctx_compress_rag.training.config import PackingConfig
-from ctx_compress_rag.training.engine.packing import PackedSlots, Packer, collate_packed, packed_loss
-from ctx_compress_rag.training.examples import load_texts, recited
+from ctx_compress_rag.training.engine.packing import PackedSlots, RowPacker, collate_packed, packed_loss
+from ctx_compress_rag.training.examples import load_training_texts, recitation_example
 from ctx_compress_rag.training.objective import SlotObjective
-from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.recipe import register
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, start
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.recipe import register_stage
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
 ANSWER, REPEAT = 0, 1
 
@@ -84,9 +84,9 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         texts = list(dict.fromkeys(passage for example in examples for passage in example.passages))
-        texts += [row.passages[0] for row in load_texts(self)]
+        texts += [row.passages[0] for row in load_training_texts(self)]
         random.Random(self.seed).shuffle(texts)
-        builder = PromptBuilder(bundle.tokenizer, max(self.data.max_answer_tokens, LONGEST + 1))
+        builder = TrainingPromptBuilder(bundle.tokenizer, max(self.data.max_answer_tokens, LONGEST + 1))
         return PackedSlotLoss(bundle, texts[:_MEASURED]), collate_packed, PackedSlotData(builder, examples, texts, self)
 
 
@@ -142,13 +142,15 @@ def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[
 
     Returns: "right", from the passage's own slots; "wrong", from the next passage's; "none", without slots.
     """
-    builder = PromptBuilder(bundle.tokenizer)
+    builder = TrainingPromptBuilder(bundle.tokenizer)
     texts = [bundle.tokenizer.decode(builder.passage_ids(passage)[:_MEASURED_TOKENS]) for passage in passages]
     own = [[bundle.embed(soft)] for soft in bundle.compress(texts, ratio)]
     found = {}
     for name, slots in (("right", own), ("wrong", own[1:] + own[:1]), ("none", [[]] * len(own))):
         prompts = [
-            builder.holed_prompt(recited(text), REPEAT_TEMPLATES[0], builder.HOLE if given else "").fill(given)
+            builder.holed_prompt(recitation_example(text), REPEAT_TEMPLATES[0], builder.HOLE if given else "").fill(
+                given
+            )
             for text, given in zip(texts, slots, strict=True)
         ]
         batch = splice_prompts(bundle.backbone.embeddings, prompts)
@@ -172,7 +174,7 @@ class PackedSlotData:
     Each batch takes the next examples, again and again. `texts` are further passages to repeat.
     """
 
-    builder: PromptBuilder
+    builder: TrainingPromptBuilder
     examples: Sequence[Example]
     texts: Sequence[str]
     recipe: RepeatAndAnswerRecipe
@@ -196,8 +198,8 @@ class _Filling:
         self.waiting = [data.examples[i % len(data.examples)] for i in range(first, first + recipe.packing.examples)]
         bos = bos_id(data.builder.tokenizer)  # before each passage, as the compressor reads it, and in no slot
         self.before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
-        self.passages = Packer(recipe.packing.passage_rows, recipe.packing.length)
-        self.prompts = Packer(recipe.packing.rows, recipe.packing.length)
+        self.passages = RowPacker(recipe.packing.passage_rows, recipe.packing.length)
+        self.prompts = RowPacker(recipe.packing.rows, recipe.packing.length)
         self.encoded: list[tuple[int, Tensor]] = []
         self.sources: list[Tensor] = []
         self.slots: list[Tensor] = []
@@ -239,7 +241,7 @@ class _Filling:
         ids = ids[cut : cut + length]
         text = self.data.builder.tokenizer.decode(ids)
         template = self.rng.choice(REPEAT_TEMPLATES)
-        prompt = self._prompt(recited(text), template, [ids], ratio)
+        prompt = self._prompt(recitation_example(text), template, [ids], ratio)
         return self._place(prompt, [ids], ratio, REPEAT, None if start is None else start + cut)
 
     def _prompt(self, example: Example, template: str, passages: Sequence[Tensor], ratio: int) -> Prompt:
@@ -269,4 +271,4 @@ class _Filling:
         return True
 
 
-register(RepeatAndAnswerRecipe, start)
+register_stage(RepeatAndAnswerRecipe, make_compression_job)

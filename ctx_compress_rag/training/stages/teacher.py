@@ -18,14 +18,14 @@ from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.training.config import PackingConfig, Recipe
-from ctx_compress_rag.training.engine.gradient_checkpointing import layers_in
-from ctx_compress_rag.training.engine.loop import BatchMean, Collate, Job, processes
-from ctx_compress_rag.training.engine.packing import PackedRows, Packer, collate_packed, packed_loss
-from ctx_compress_rag.training.engine.speedups import make_fast
-from ctx_compress_rag.training.examples import load_examples
+from ctx_compress_rag.training.engine.gradient_checkpointing import transformers_layers
+from ctx_compress_rag.training.engine.loop import BatchMean, Collate, TrainingJob, training_processes
+from ctx_compress_rag.training.engine.packing import PackedRows, RowPacker, collate_packed, packed_loss
+from ctx_compress_rag.training.engine.speedups import speed_up_training
+from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import ExampleCollator
-from ctx_compress_rag.training.prompts import PromptBuilder, draw_template
-from ctx_compress_rag.training.recipe import register
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.recipe import register_stage
 
 
 class TeacherRecipe(Recipe):
@@ -107,7 +107,7 @@ class PackedTextData:
     Each batch takes the next examples, again and again, and leaves out those without room.
     """
 
-    builder: PromptBuilder
+    builder: TrainingPromptBuilder
     examples: Sequence[Example]
     recipe: TeacherRecipe
 
@@ -117,7 +117,7 @@ class PackedTextData:
     def __getitem__(self, number: int) -> PackedRows:
         packing, data = self.recipe.packing, self.recipe.data
         assert packing is not None
-        packer = Packer(packing.rows, packing.length)
+        packer = RowPacker(packing.rows, packing.length)
         first = number * packing.examples
         numbers = list(range(first, first + packing.examples))
         random.Random(f"{self.recipe.seed}:{number}").shuffle(numbers)
@@ -129,21 +129,21 @@ class PackedTextData:
         return packer.packed()
 
 
-def start(recipe: TeacherRecipe) -> Job:
+def make_teacher_job(recipe: TeacherRecipe) -> TrainingJob:
     """Make the job that trains a decoder on the recipe's questions."""
     from peft import get_peft_model
 
-    examples: Any = load_examples(recipe)
-    base, tokenizer = load_decoder(recipe.decoder, recipe.revision, processes().device)
+    examples: Any = load_training_examples(recipe)
+    base, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_processes().device)
     decoder = get_peft_model(base, lora_config(recipe.tune), revision=recipe.revision)
-    builder = PromptBuilder(tokenizer, recipe.data.max_answer_tokens)
+    builder = TrainingPromptBuilder(tokenizer, recipe.data.max_answer_tokens)
     data = recipe.data
     model: nn.Module
     collate: Collate
     if recipe.packing:
         examples = PackedTextData(builder, examples, recipe)
         collate = collate_packed
-        make_fast(base, recipe.optim)
+        speed_up_training(base, recipe.optim)
         model = PackedTextLoss(decoder)
     else:
         collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
@@ -154,7 +154,7 @@ def start(recipe: TeacherRecipe) -> Job:
         decoder.save_pretrained(str(recipe.output), save_embedding_layers=False)
 
     micro = 1 if recipe.packing else None
-    return Job(model, examples, collate, save, layers=layers_in([decoder]), micro_batch_size=micro)
+    return TrainingJob(model, examples, collate, save, layers=transformers_layers([decoder]), micro_batch_size=micro)
 
 
-register(TeacherRecipe, start)
+register_stage(TeacherRecipe, make_teacher_job)
