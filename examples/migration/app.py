@@ -22,7 +22,7 @@ from benchmarks.world import BUNDLE
 from benchmarks.world.world import World
 from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.evaluation.statistics import standard_error
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.text.answers import token_f1
 from langchain_ctx_compress import ChatCompressedContext
 
@@ -38,7 +38,7 @@ class MiniLM(Embeddings):
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         vectors: list[list[float]] = (
-            load_minilm().encode(texts, normalize_embeddings=True, show_progress_bar=False).tolist()
+            load_embedder().encode(texts, normalize_embeddings=True, show_progress_bar=False).tolist()
         )
         return vectors
 

@@ -358,7 +358,7 @@ def test_loading_is_said_on_a_terminal(make_tiny_bundle: Any, tmp_path: Path, mo
         monkeypatch.setattr(said, "isatty", lambda terminal=terminal: terminal, raising=False)
         monkeypatch.setattr("sys.stderr", said)
         Bundle.from_pretrained(tmp_path / "shown").backbone.model  # noqa: B018
-        load_minilm.__wrapped__()
+        load_minilm.__wrapped__("cpu")
         text = said.getvalue()
         for shown in ("opening the bundle", "loading the decoder", "loading MiniLM"):
             assert (shown in text) == terminal

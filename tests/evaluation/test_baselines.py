@@ -10,7 +10,7 @@ from PIL import Image
 from ctx_compress_rag.evaluation.baselines import truncate_passages
 from ctx_compress_rag.evaluation.plots import ScoreCurve, plot_scores
 from ctx_compress_rag.marking.budget import nearest_sentences
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_embedder
 from helpers import architectures
 from helpers.sentences import unigram
 
@@ -52,7 +52,7 @@ def test_truncation_spends_the_budget_in_proportion(budget: int) -> None:
 
 
 def test_sentences_have_the_encoders_cosine_and_none_is_torn() -> None:
-    encoder = load_minilm()
+    encoder = load_embedder()
     near = nearest_sentences(PASSAGES, QUESTION)
     best = max((part.similarity, part.text) for own in near for part in own)
     assert best[1] == FACT

@@ -25,7 +25,7 @@ from ctx_compress_rag.evaluation.baselines import truncate_passages
 from ctx_compress_rag.evaluation.harness import compared_systems, evaluate
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.text.templates import TEMPLATES, messages
 
 QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))
@@ -39,7 +39,7 @@ def test_questions_take_the_first_of_each_example_first() -> None:
 
 def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt is that which is built here, from MiniLM's cosines of passages and sentences."""
-    encoder = load_minilm()
+    encoder = load_embedder()
 
     def shouted(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
         return truncate_passages([passage.upper() for passage in passages], tokenizer, budget)

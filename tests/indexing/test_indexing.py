@@ -21,7 +21,7 @@ from ctx_compress_rag.indexing.chunking import chunk_text
 from ctx_compress_rag.indexing.fit import PassageFit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.store import Passage
 from helpers.cli import contents, paragraphs, write_docs, write_documents
 
@@ -298,7 +298,7 @@ def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -
             index.search(asked, 4)
     update(index, write_docs(tmp_path / "docs"))
     texts = {id: row[0] for id, row in contents(tmp_path / "chroma").items()}
-    encoder = load_minilm()
+    encoder = load_embedder()
     similar = encoder.similarity(encoder.encode(question), encoder.encode(list(texts.values())))[0].tolist()
     expected = sorted(zip(similar, texts, strict=True), reverse=True)[:5]
     hits = index.search([question], 5)[0]
@@ -311,7 +311,7 @@ def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -
 def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path) -> None:
     """MiniLM with another last layer, in a folder: the index is of its vectors, and no other may search it."""
     half, store = tmp_path / "half", tmp_path / "chroma"
-    encoder = SentenceTransformer(modules=[*load_minilm(), Dense(384, 192, bias=False)], device="cpu")
+    encoder = SentenceTransformer(modules=[*load_embedder(), Dense(384, 192, bias=False)], device="cpu")
     encoder.save(str(half))
     docs = write_docs(tmp_path / "docs", files=1)
     with pytest.raises(ConfigError, match=r"cannot load embedder '.*nothing'.*'minilm', a folder or hub id"):

@@ -22,7 +22,7 @@ from ctx_compress_rag.marking.budget import (
     nearest_sentences,
 )
 from ctx_compress_rag.marking.mark import mark_texts, relevance_score
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.store import SoftContextStore
 from helpers.store import WordBundle
 
@@ -150,7 +150,7 @@ def test_a_question_encodes_only_itself(tmp_path: Path) -> None:
     assert all(len(packed) < 3000 for packed in stored)
     expected = nearest_sentences(TEXTS, QUESTION)
     seen: list[Any] = []
-    hook = load_minilm().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]["input_ids"].shape[0]))
+    hook = load_embedder().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]["input_ids"].shape[0]))
     try:
         found = nearest_sentences(TEXTS, QUESTION, stored)
         assert seen == [1]

@@ -18,7 +18,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceEncoder, SentenceSlotsConfig
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.text.sentences import sentences, split
 from helpers.models import tiny_config
 from helpers.sentences import DIM, save_encoder, unigram
@@ -250,7 +250,7 @@ def test_impossible_encoders_are_refused(make: Callable[..., Any]) -> None:
 
 def test_a_control_token_in_a_passage_is_text_for_the_encoder_too() -> None:
     encoder = SentenceEncoder(SentenceSlotsConfig(encoder="minilm"), torch.device("cpu"))
-    model = load_minilm()
+    model = load_embedder()
     for text in ("Old [SEP] towers", "[CLS]", "a [PAD] b[MASK]"):
         spaced = text.replace("[", "[ ")
         assert torch.equal(encoder.encode([text])[0], torch.from_numpy(model.encode_document(spaced)))
