@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import run
+from ctx_compress_rag.cli.command import run_command
 
 for room in ("accelerator", "compare", "scoring", "timing", "adaptation", "datasets", "several", "world"):
     import_module(f"benchmarks.{room}.commands")  # registers them
@@ -13,7 +13,7 @@ for room in ("accelerator", "compare", "scoring", "timing", "adaptation", "datas
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code, as `ctx_compress_rag.cli.main` does."""
-    return run(lab, argv)
+    return run_command(lab, argv)
 
 
 if __name__ == "__main__":

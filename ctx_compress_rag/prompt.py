@@ -28,7 +28,7 @@ class QuotedToken(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Quotable:
-    """The texts that an extractive answer may quote, as `text.quoting.quotable` makes them."""
+    """The texts that an extractive answer may quote, as `text.quoting.find_quotations` makes them."""
 
     tokens: tuple[QuotedToken | None, ...]  # of all texts; None where a quotation cannot continue, as after each text
     # The quotations that begin with a token, by its id. Each is its first tokens that are not in `tokens` (may be

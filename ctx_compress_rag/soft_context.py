@@ -51,11 +51,11 @@ class SoftContext:
             raise RatioError(f"factor={factor}: give 1 or more slots to merge into one")
         if factor == 1:
             return self
-        pooled, counts = pool(self.slots, self.token_counts, factor)
+        pooled, counts = mean_pool_slots(self.slots, self.token_counts, factor)
         return SoftContext(pooled, counts)
 
 
-def pool(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def mean_pool_slots(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Return the weighted mean and the weight of each window of vectors (Simple Context Compression, eq. 3-4).
 
     Windows do not overlap. Positions of weight 0 (padding) do not count. A window of only padding gives a zero
@@ -90,7 +90,7 @@ def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
     return ratio // base
 
 
-def check_window(ratio: int, window: int) -> None:
+def check_ratio_divides_window(ratio: int, window: int) -> None:
     """Raise RatioError if a ratio does not divide an encoder's window (in tokens)."""
     if ratio < 1 or window % ratio:
         raise RatioError(f"ratio {ratio} does not divide the encoder's window of {window} tokens")

@@ -31,7 +31,7 @@ def any_of(classes: tuple[type[Strict], ...], key: str) -> TypeAdapter[Any]:
     return TypeAdapter(union)
 
 
-def validate(name: str, value: object, rule: TypeAdapter[T]) -> T:
+def validate_argument(name: str, value: object, rule: TypeAdapter[T]) -> T:
     """Return an argument as a pydantic rule converts it (16, 16.0 and "16" alike), or raise ConfigError."""
     try:
         return rule.validate_python(value)
@@ -43,11 +43,11 @@ def validate(name: str, value: object, rule: TypeAdapter[T]) -> T:
 def as_int(name: str, value: object) -> int:
     if isinstance(value, bool):  # pydantic takes True for 1
         raise ConfigError(f"{name}={value!r} is not a number: give one")
-    return validate(name, value, _WHOLE)
+    return validate_argument(name, value, _WHOLE)
 
 
 def as_positive_int(name: str, value: object) -> int:
-    return validate(name, value, _POSITIVE)
+    return validate_argument(name, value, _POSITIVE)
 
 
 def as_list(name: str, value: Iterable[T]) -> list[T]:
@@ -57,10 +57,10 @@ def as_list(name: str, value: Iterable[T]) -> list[T]:
 
 
 def as_seconds(name: str, value: object) -> float:
-    return validate(name, value, _SECONDS)
+    return validate_argument(name, value, _SECONDS)
 
 
-def explain(error: ValidationError) -> str:
+def explain_validation_error(error: ValidationError) -> str:
     """Describe all faults that pydantic found in one line, each with its field, the problem and the value given."""
     return "; ".join(explain_fault(fault) for fault in error.errors())
 
@@ -82,7 +82,7 @@ def explain_fault(fault: Mapping[str, Any]) -> str:
     return said if isinstance(fault["input"], dict) else f"{said} (got {short_repr(fault['input'])})"
 
 
-def check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_known_options(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError if one of the options given to `what` is unknown. The message names a similar known option."""
     names = list(known)
     for name in given:

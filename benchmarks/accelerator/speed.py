@@ -18,7 +18,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, question_messages
 
 SHAPES: dict[str, tuple[int, int, int, int]] = {
     "tiny": (32, 64, 2, 2),
@@ -47,7 +47,7 @@ def measure(shape: str) -> dict[str, float]:
         decoder = Decoder(bundle, store, batch_size=_CALLERS)
         for name, ratio in (("text", None), ("4x", 4), ("16x", 16)):
             shown = passages if ratio is None else mark_texts(store, passages, ratio=ratio)
-            chat = messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(shown), "What is it about?")
+            chat = question_messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(shown), "What is it about?")
             for tokens in (1, 30):
                 sampling = Sampling(max_tokens=tokens)
                 times = [seconds_of(partial(decoder.generate, [chat], sampling)) for _ in range(_ROUNDS + 1)]

@@ -18,7 +18,7 @@ import benchmarks.compare.fitted  # noqa: F401, it registers its stage
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.strict import Strict, explain
+from ctx_compress_rag.strict import Strict, explain_validation_error
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
@@ -226,7 +226,7 @@ def load_comparison(path: str | Path) -> Comparison:
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
     except ValidationError as error:
-        raise ConfigError(f"{file}: {explain(error)}") from None
+        raise ConfigError(f"{file}: {explain_validation_error(error)}") from None
 
 
 def stage_recipes(

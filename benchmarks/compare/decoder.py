@@ -15,7 +15,7 @@ from ctx_compress_rag.bundle.bundle import add_teacher
 from ctx_compress_rag.bundle.files import SHIPPED, TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
-from ctx_compress_rag.models.identity import folder_digest, sha256, write_decoder
+from ctx_compress_rag.models.identity import file_sha256, model_folder_digest, write_decoder
 from ctx_compress_rag.models.loading import load_decoder
 
 
@@ -53,7 +53,7 @@ def merge_teacher(decoder: str | GgufDecoder, teacher: str, folder: Path) -> Non
 def decoder_sha256(decoder: str | GgufDecoder) -> str | None:
     """SHA-256 of a decoder's weights in a folder or GGUF file; None for one on the hub."""
     if isinstance(decoder, GgufDecoder):
-        return sha256(gguf_file(decoder))
+        return file_sha256(gguf_file(decoder))
     digest = hashlib.sha256()
     files = sorted(Path(decoder).glob("*.safetensors"))
     for file in files:
@@ -63,4 +63,4 @@ def decoder_sha256(decoder: str | GgufDecoder) -> str | None:
 
 def teacher_sha256(teacher: str | None) -> str | None:
     """SHA-256 of a teacher's settings and weights."""
-    return None if teacher is None else folder_digest(teacher_folder(teacher))
+    return None if teacher is None else model_folder_digest(teacher_folder(teacher))

@@ -29,8 +29,8 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.config import MixData
-from ctx_compress_rag.data.examples import read_jsonl, without_long
-from ctx_compress_rag.data.mixing import mix
+from ctx_compress_rag.data.examples import read_jsonl, without_long_passages
+from ctx_compress_rag.data.mixing import mix_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, TrainingError
@@ -52,7 +52,7 @@ from ctx_compress_rag.evaluation.questions import Question, questions_digest, qu
 from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.models.identity import file_sha256
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
@@ -107,8 +107,8 @@ class Plan:
             ConfigError: the test file has fewer.
         """
         answered = [e for e in read_jsonl(self.data.test, unanswerable=True) if e.turns[0].answers]
-        short = without_long(answered, self.data.most_words)
-        examples = mix([short], MixData(passages=[self.budget.passages]), self.data.seed, block=1)
+        short = without_long_passages(answered, self.data.most_words)
+        examples = mix_examples([short], MixData(passages=[self.budget.passages]), self.data.seed, block=1)
         if len(examples) < self.questions:
             raise ConfigError(
                 f"{self.data.test} has {len(examples)} questions to score with, not {self.questions}: ask for fewer"
@@ -163,7 +163,7 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         "decoder_sha256": weights,
         "teacher": plan.teacher,
         "teacher_sha256": teacher_sha256(plan.teacher),
-        "data_sha256": [sha256(file) for file in plan.data.files],
+        "data_sha256": [file_sha256(file) for file in plan.data.files],
         "test": plan.data.test.name,
         "test_sha256": questions_digest(questions),
         **asdict(plan.budget),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ctx_compress_rag.methods.base.rendering import PassageRenderer
-from ctx_compress_rag.soft_context import SoftContext, check_window, pool
+from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window, mean_pool_slots
 
 
 def word_vectors(text: str, dim: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class WordBundle:
 
     def check_ratio(self, ratio: int) -> None:
         """Any up to 4096."""
-        check_window(ratio, 4096)
+        check_ratio_divides_window(ratio, 4096)
 
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         """A soft context for each text."""
@@ -48,7 +48,7 @@ class WordBundle:
     def at(self, text: str, ratio: int) -> SoftContext:
         """The soft context of a text pooled at a ratio directly, for comparison."""
         vectors = word_vectors(text, self.dim)
-        return SoftContext(*pool(vectors, torch.ones(len(vectors), dtype=torch.int64), ratio))
+        return SoftContext(*mean_pool_slots(vectors, torch.ones(len(vectors), dtype=torch.int64), ratio))
 
 
 WORDS: Any = WordBundle()  # for a store, which is typed for a Bundle

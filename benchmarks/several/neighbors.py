@@ -9,7 +9,7 @@ from itertools import islice
 
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.evaluation.questions import NeighborPassages
-from ctx_compress_rag.text.sentences import sentences
+from ctx_compress_rag.text.sentences import split_sentences
 
 NEAREST = 30
 """Distractors are drawn from so many neighbors."""
@@ -44,5 +44,5 @@ def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: 
 
 def with_evidence(turn: Turn, passage: str) -> Turn:
     """The turn with the first sentence that has its answer as evidence."""
-    found = (part.strip() for part in sentences(passage) if turn.answers[0] in part)
+    found = (part.strip() for part in split_sentences(passage) if turn.answers[0] in part)
     return replace(turn, evidence=tuple(part for part in [next(found, "")] if part))

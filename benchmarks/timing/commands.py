@@ -66,7 +66,7 @@ def time_callers(
     from ctx_compress_rag.decoding.decoder import Decoder
     from ctx_compress_rag.marking.mark import mark_texts
     from ctx_compress_rag.store import SoftContextStore
-    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
+    from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, question_messages
 
     opened, chunks = _open(text, bundle, tokens)
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, opened) as store, endless(opened):
@@ -74,7 +74,7 @@ def time_callers(
         for caller in range(callers):
             own = [chunks[(4 * caller + place) % len(chunks)] for place in range(4)]
             context = PASSAGE_SEPARATOR.join(mark_texts(store, own, ratio=ratio))
-            chats.append(messages(TEMPLATES[0], context, "What is it about?"))
+            chats.append(question_messages(TEMPLATES[0], context, "What is it about?"))
         found = concurrency(Decoder(opened, store, batch_size=callers), chats)
     _report(output, "concurrency", concurrency_table(found), {**asdict(found), "ratio": ratio})
 
@@ -192,12 +192,12 @@ def compare_engines(
 
     from benchmarks.timing.engines import answers_table, compare_answers
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.data.examples import read_jsonl, spread
+    from ctx_compress_rag.data.examples import read_jsonl, spread_examples
     from ctx_compress_rag.evaluation.questions import questions_of
     from ctx_compress_rag.store import SoftContextStore
 
     opened = Bundle.from_pretrained(bundle)
-    asked = [q for file in data for q in spread(questions_of(read_jsonl(file)), questions // len(data))]
+    asked = [q for file in data for q in spread_examples(questions_of(read_jsonl(file)), questions // len(data))]
     store = SoftContextStore(chromadb.EphemeralClient(), opened, collection="engines")
     found = compare_answers(_engines(opened, store, weights), store, asked, ratio, opened.config.template)
     _report(output, "engines_answers", answers_table(found), {name: asdict(each) for name, each in found.items()})
@@ -229,10 +229,10 @@ def time_training(
 def _open(text: str, bundle: str, tokens: int) -> tuple[Bundle, list[str]]:
     """A bundle, and a text's passages of at most `tokens` of its tokens."""
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.data.examples import open_text
+    from ctx_compress_rag.data.examples import open_text_file
     from ctx_compress_rag.indexing.chunking import chunk_text
 
-    with open_text(Path(text)) as file:
+    with open_text_file(Path(text)) as file:
         given = file.read()
     opened = Bundle.from_pretrained(bundle)
     return opened, list(dict.fromkeys(chunk_text(given, opened.tokenizer, tokens)))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from benchmarks.timing.phases import Phases, count_flops, time_phases
 from benchmarks.timing.speed import FIRST_TOKEN
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import spread
+from ctx_compress_rag.data.examples import spread_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import (
@@ -84,7 +84,7 @@ class CostTable:
         self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
     ) -> tuple[str, Any]:
         """The table, and its numbers."""
-        asked = spread(questions, _TIMED)
+        asked = spread_examples(questions, _TIMED)
         costs: dict[Key, Cost] = {}
         for group, prompts in evaluation_stores(bundle, asked, self.ratios, **self.asking):
             keys = system_ratio_keys([system for system, _ in answers if (system, None) not in costs], group)

@@ -21,9 +21,9 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.methods.base.compressor import Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, question_messages
 
 FIRST_TOKEN = Sampling(max_tokens=1)
 """Generates one token, to time the first one."""
@@ -83,7 +83,7 @@ class FirstToken:
 def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, progress: bool = True) -> IndexingSpeed:
     """Index `passages` into a new store at `folder`; in each round, time the encoder alone on the same tokens, too."""
     encoded = bundle.tokenizer(list(passages), add_special_tokens=False, verbose=False)["input_ids"]
-    tokenized = [Tokenized(text, ids) for text, ids in zip(passages, encoded, strict=True)]
+    tokenized = [TokenizedPassage(text, ids) for text, ids in zip(passages, encoded, strict=True)]
     ratio, window = bundle.config.base_ratio, bundle.config.max_tokens
     forward: list[float] = []
     stored: list[float] = []
@@ -220,7 +220,7 @@ class _Asked:
 def _first_piece(decoder: Decoder, contents: Sequence[str]) -> _Asked:
     # Each prompt begins differently: a server would reuse what it has read of a common beginning.
     context = PASSAGE_SEPARATOR.join([token_hex(4), *contents])
-    chat = [dict(message) for message in messages(TEMPLATES[0], context, "What is it about?")]
+    chat = [dict(message) for message in question_messages(TEMPLATES[0], context, "What is it about?")]
     reading = seconds_of(partial(decoder.preparer.prepare, [chat]))
     started = time.perf_counter()
     [answer] = decoder.generate([chat], FIRST_TOKEN)

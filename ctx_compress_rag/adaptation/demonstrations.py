@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ctx_compress_rag.errors import ConfigError, short_repr
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, messages
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, question_messages
 
 
 @dataclass(frozen=True)
@@ -30,4 +30,4 @@ class Demonstration:
 
     def chat(self) -> list[dict[str, str]]:
         """Return the chat messages that ask the question about the passages, without the answer."""
-        return messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(self.passages), self.question)
+        return question_messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(self.passages), self.question)

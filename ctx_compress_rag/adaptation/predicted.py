@@ -25,7 +25,7 @@ from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.strict import explain
+from ctx_compress_rag.strict import explain_validation_error
 
 BASE_FOLDER = "base"
 
@@ -197,7 +197,7 @@ class PredictedUpdate(Adaptation):
         except OSError as error:
             raise BundleError(f"{str(folder)!r} holds no update predictor: {_CONFIG_FILE} is missing") from error
         except ValidationError as error:
-            raise BundleError(f"{folder / _CONFIG_FILE}: {explain(error)}") from None
+            raise BundleError(f"{folder / _CONFIG_FILE}: {explain_validation_error(error)}") from None
         bundle = decoder.bundle
         if config.fingerprint != bundle.weights_digest:
             raise BundleError(

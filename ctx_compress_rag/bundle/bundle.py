@@ -36,13 +36,13 @@ from ctx_compress_rag.bundle.identity import bundle_fingerprint, decoder_digest,
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.bundle.saving import save_bundle
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
-from ctx_compress_rag.methods.base.compressor import Compressor, Tokenized
+from ctx_compress_rag.methods.base.compressor import Compressor, TokenizedPassage
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.gguf import GgufDecoder, pinned
+from ctx_compress_rag.models.gguf import GgufDecoder, pin_gguf
 from ctx_compress_rag.models.loading import open_decoder, progress_line
-from ctx_compress_rag.soft_context import SoftContext, check_window
+from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window
 from ctx_compress_rag.strict import as_int
 from ctx_compress_rag.text.tokenizing import text_ids
 
@@ -178,7 +178,7 @@ class Bundle(PlainDecoder):
         itself is the teacher. Raises BundleError if there is no adapter, or the adapter does not fit the decoder.
         """
         if isinstance(config.decoder, GgufDecoder):
-            config = config.model_copy(update={"decoder": pinned(config.decoder, config.revision)})
+            config = config.model_copy(update={"decoder": pin_gguf(config.decoder, config.revision)})
         method = METHODS[config.method.name]
         compressor = method.compressor(backbone, config.method)
         reader = method.reader(backbone, config.method, compressor)
@@ -266,7 +266,7 @@ class Bundle(PlainDecoder):
 
     def check_ratio(self, ratio: int) -> None:
         """Raise RatioError if the compressor cannot make this ratio."""
-        check_window(ratio, self.config.max_tokens)
+        check_ratio_divides_window(ratio, self.config.max_tokens)
         self.compressor.check_ratio(ratio, ratio)
 
     def can_read(self, ratio: int, stored: int | None = None) -> bool:
@@ -303,13 +303,13 @@ class Bundle(PlainDecoder):
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
         return self.compressor.compress(passages, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
 
-    def _tokenized(self, text: str, index: int) -> Tokenized:
+    def _tokenized(self, text: str, index: int) -> TokenizedPassage:
         if not isinstance(text, str):
             raise ConfigError(f"passage {index} is a {type(text).__name__}: give its text")
         ids = text_ids(self.tokenizer, text) if text.strip() else []
         if not ids:
             raise ConfigError(f"passage {index} is blank: there is nothing to compress in {text[:40]!r}")
-        return Tokenized(text, ids)
+        return TokenizedPassage(text, ids)
 
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:

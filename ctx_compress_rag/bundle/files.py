@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.int8 import from_int8
+from ctx_compress_rag.models.int8 import weights_from_int8
 from ctx_compress_rag.models.loading import INT8_FILE
-from ctx_compress_rag.strict import explain
+from ctx_compress_rag.strict import explain_validation_error
 
 SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("shipped/*/")}
 
@@ -144,7 +144,7 @@ def read_bundle_config(path: Path, changes: Mapping[str, Any] | None = None) -> 
     try:
         return BundleConfig(**{**dict(BundleConfig.model_validate_json(content)), **(changes or {})})
     except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from None
+        raise ConfigError(f"{path}: {explain_validation_error(error)}") from None
 
 
 def read_bundle_report(path: Path) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def read_bundle_report(path: Path) -> dict[str, Any]:
 def read_bundle_tensors(path: Path) -> dict[str, Tensor]:
     """Return a file's tensors by name, unpacked from 8 bits. Raise BundleError if the file is missing or damaged."""
     try:
-        tensors = from_int8(load_file(path))
+        tensors = weights_from_int8(load_file(path))
     except FileNotFoundError:
         raise BundleError(f"the bundle is incomplete: {path} is missing") from None
     except (SafetensorError, OSError) as error:

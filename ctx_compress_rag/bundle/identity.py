@@ -13,7 +13,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.models.identity import digest_in_memory, files_digest, folder_digest
+from ctx_compress_rag.models.identity import decoder_digest_in_memory, decoder_files_digest, model_folder_digest
 
 _ASKING = {"template", "answer_tokens", "extractive", "text_share", "separator", "answer_prefix", "chat_template"}
 _CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", *_ASKING}
@@ -25,9 +25,13 @@ def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | Non
     `shipped` is the folder of a decoder that is part of the bundle; None reads the decoder in memory instead.
     """
     if config.decoder is None:
-        return digest_in_memory(backbone.model, backbone.tokenizer) if shipped is None else files_digest(shipped)
+        return (
+            decoder_digest_in_memory(backbone.model, backbone.tokenizer)
+            if shipped is None
+            else decoder_files_digest(shipped)
+        )
     in_folder = isinstance(config.decoder, str) and Path(config.decoder).is_dir()
-    return folder_digest(Path(str(config.decoder), config.subfolder or "")) if in_folder else ""
+    return model_folder_digest(Path(str(config.decoder), config.subfolder or "")) if in_folder else ""
 
 
 def bundle_fingerprint(

@@ -24,7 +24,7 @@ from ctx_compress_rag.bundle.files import (
 from ctx_compress_rag.bundle.identity import decoder_digest
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.identity import write_decoder
-from ctx_compress_rag.models.int8 import from_int8, to_int8
+from ctx_compress_rag.models.int8 import weights_from_int8, weights_to_int8
 from ctx_compress_rag.models.loading import INT8_FILE
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ def save_bundle(bundle: Bundle, folder: Path, *, int8: bool) -> None:
         (folder / name).unlink(missing_ok=True)
     if old_teacher:
         shutil.rmtree(folder / TEACHER)
-    pack: Pack = to_int8 if int8 else _half if bundle.config.source is None else _exact
+    pack: Pack = weights_to_int8 if int8 else _half if bundle.config.source is None else _exact
     for part, module in bundle.parts.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         packed = pack(module.saved_state())
-        module.load_saved_state(from_int8(packed))
+        module.load_saved_state(weights_from_int8(packed))
         save_file(packed, folder / part / WEIGHTS_FILE)
     bundle.compressor.save_files(folder)
     for name in bundle.backbone.adapters & {*bundle.parts, TEACHER}:
@@ -68,7 +68,7 @@ def _save_adapter(bundle: Bundle, name: str, folder: Path, pack: Pack, *, int8: 
     """Write an adapter as a peft folder, with its matrices in 8 bits if `int8`."""
     folder.mkdir(parents=True, exist_ok=True)
     packed = pack(bundle.backbone.adapter_state(name))
-    bundle.backbone.load_adapter_state(name, from_int8(packed))
+    bundle.backbone.load_adapter_state(name, weights_from_int8(packed))
     save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
     # An older file of the other kind could be read instead.
     (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def _save_decoder(bundle: Bundle, folder: Path, pack: Pack, *, int8: bool) -> No
     folder.mkdir(parents=True, exist_ok=True)
     write_decoder(bundle.backbone.model, bundle.tokenizer, folder)
     packed = pack(bundle.backbone.own_state())
-    bundle.backbone.load_own_state(from_int8(packed))
+    bundle.backbone.load_own_state(weights_from_int8(packed))
     save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
     # An older file of the other kind could be read instead.
     (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)

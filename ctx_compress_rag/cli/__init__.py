@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag import __version__
-from ctx_compress_rag.cli.command import app, run
+from ctx_compress_rag.cli.command import app, run_command
 
 # Importing a file registers its command; the help lists them in this order.
 from ctx_compress_rag.cli import index, ask, info, demo, serve, export, import_, backup, train, eval, agree  # isort: skip # noqa: F401
@@ -16,7 +16,7 @@ from ctx_compress_rag.cli import index, ask, info, demo, serve, export, import_,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code, which is 0, 2 for an error that the user can fix, or 130 if interrupted."""
-    return run(app, argv)
+    return run_command(app, argv)
 
 
 def _show_version(wanted: bool) -> None:

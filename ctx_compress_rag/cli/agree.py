@@ -28,14 +28,14 @@ def agree(
     Needs no reference answers, because it shows what compression changes, not whether answers are right. The best
     sentences get as many tokens. The default ratios are those that the bundle was trained for and the store can serve.
     """
-    from ctx_compress_rag.data.examples import open_text
+    from ctx_compress_rag.data.examples import open_text_file
     from ctx_compress_rag.evaluation import agreement
     from ctx_compress_rag.evaluation.questions import Question
     from ctx_compress_rag.indexing.index import open_index
 
     if questions.endswith((".jsonl", ".json")):  # whole lines would be asked, with braces and answers
         raise DataError(f"{questions!r} is JSON: give a text file with one question per line")
-    with open_text(Path(questions)) as lines:
+    with open_text_file(Path(questions)) as lines:
         asked = [line.strip() for line in lines if line.strip()]
     if not asked:
         raise DataError(f"{questions!r} holds no questions: add some")

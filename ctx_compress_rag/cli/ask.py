@@ -54,8 +54,8 @@ def ask(
 
     if question is not None and not question.strip():
         raise ConfigError("the question is empty: ask something")
-    shared.check_apart(ratio=ratio, token_budget=token_budget, text=text)
-    shared.check_apart(text_share=text_share, text=text)
+    shared.check_options_apart(ratio=ratio, token_budget=token_budget, text=text)
+    shared.check_options_apart(text_share=text_share, text=text)
     options = shared.engine_options(engine, server_key, weights=weights)
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default

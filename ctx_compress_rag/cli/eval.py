@@ -56,11 +56,11 @@ def eval_(
     from ctx_compress_rag.evaluation.plots import new_figure
     from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
     from ctx_compress_rag.store.codec import check_codec
-    from ctx_compress_rag.text.sentences import sentences
+    from ctx_compress_rag.text.sentences import split_sentences
 
     new_figure(1, 1)  # report a missing package before the work starts
     if not no_extraction:
-        sentences("")
+        split_sentences("")
     if codec is not None:
         check_codec(codec)
     options = shared.engine_options(engine, server_key, weights=weights)

@@ -74,7 +74,7 @@ def index(
     if collection is not None:
         # Your app's collection keeps its own passages and vectors.
         own = {"embedder": embedder, "prune": prune, "repair": repair, "chunk_tokens": chunk_tokens}
-        shared.check_apart(collection=collection, **own)
+        shared.check_options_apart(collection=collection, **own)
         bundle = bundle or DEFAULT_BUNDLE
         done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)
         print(_compressed(f"collection {collection}", done.added + done.updated, done.unchanged, bundle))

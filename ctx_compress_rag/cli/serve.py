@@ -89,7 +89,7 @@ def serve(
     keys = find_api_keys(api_keys)
     if keys is not None and allowed_host:
         raise ConfigError(f"--allowed-host {allowed_host[0]}: with API keys, every name is served: leave it out")
-    shared.check_apart(retrieve=retrieve, collection=collection)
+    shared.check_options_apart(retrieve=retrieve, collection=collection)
     if ratio is not None and retrieve is None:
         raise ConfigError(f"--ratio {ratio} is for passages that are retrieved: give --retrieve N, too")
     limits = ServerLimits(max_body, max_requests, max_tokens, longest_answer)

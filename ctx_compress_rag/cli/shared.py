@@ -99,7 +99,7 @@ def printable(text: str) -> str:
     return _OBEYED.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
-def check_apart(**options: object) -> None:
+def check_options_apart(**options: object) -> None:
     """Raise ConfigError if two options are given that exclude each other; None or False means not given."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]
     if len(given) > 1:

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ctx_compress_rag.errors import DataError, conversion_command
-from ctx_compress_rag.strict import explain
+from ctx_compress_rag.strict import explain_validation_error
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
         DataError: the file cannot be read or has no rows, or a row has another form. The message names file and line.
     """
     examples: list[Example] = []
-    with open_text(Path(path)) as lines:
+    with open_text_file(Path(path)) as lines:
         rows = [_row(line, f"{path}:{number}", unanswerable) for number, line in enumerate(lines, 1) if line.strip()]
     for passages, turn in rows:
         last = examples[-1] if examples else None
@@ -73,7 +73,7 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[IO[str]]:
+def open_text_file(path: Path) -> Iterator[IO[str]]:
     """Open a UTF-8 file, plain or packed (.gz, .xz), for reading; raise a DataError if the file cannot be read."""
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
@@ -107,7 +107,7 @@ def _row(line: str, place: str, unanswerable: bool) -> tuple[tuple[str, ...], Tu
     try:
         row = _Row.model_validate_json(line)
     except ValidationError as error:
-        said = explain(error).removeprefix("config: ")
+        said = explain_validation_error(error).removeprefix("config: ")
         raise DataError(f"{place}: {said}; give question, answers and context, as an object in one line") from None
     context = [row.context] if isinstance(row.context, str) else row.context
     passages = tuple(f"{each.title}\n{each.text}" for each in row.passages) or tuple(context)
@@ -146,16 +146,16 @@ def _documents(path: Path) -> Iterable[str]:
         return dict.fromkeys(p for e in read_jsonl(path, unanswerable=True) for p in e.passages)
     if not path.name.endswith((".txt", ".txt.xz")):
         raise DataError(f"{path} is not a text to train on: give a .txt, .txt.xz, .jsonl or .jsonl.gz file")
-    with open_text(path) as file:
+    with open_text_file(path) as file:
         return [file.read()]
 
 
-def without_long(examples: Sequence[Example], most_words: int | None) -> list[Example]:
+def without_long_passages(examples: Sequence[Example], most_words: int | None) -> list[Example]:
     """Return the examples whose passages all have at most `most_words` words; None sets no limit."""
     return [e for e in examples if most_words is None or all(len(p.split()) <= most_words for p in e.passages)]
 
 
-def spread(items: Sequence[T], limit: int) -> list[T]:
+def spread_examples(items: Sequence[T], limit: int) -> list[T]:
     """Return at most `limit` items, evenly spread, because neighbors in a file often come from the same article."""
     return [items[i * len(items) // limit] for i in range(limit)] if len(items) > limit else list(items)
 

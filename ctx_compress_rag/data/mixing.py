@@ -14,7 +14,7 @@ _NEAR = 30  # passages before and after in the file
 _DRAWS = 20
 
 
-def mix(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: int) -> list[Example]:
+def mix_examples(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: int) -> list[Example]:
     """Mix the examples of several files into prompts; the same seed gives the same prompts.
 
     The result consists of blocks of `block` examples (the batch size) of similar length, so that a batch needs little

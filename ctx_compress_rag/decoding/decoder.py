@@ -19,7 +19,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable
-from ctx_compress_rag.strict import check_known, explain
+from ctx_compress_rag.strict import check_known_options, explain_validation_error
 
 _GREEDY = Sampling()
 _Pieces = SimpleQueue[str | Generation | BaseException]
@@ -163,11 +163,11 @@ def check_engine_options(engine: str, given: Mapping[str, object]) -> EngineOpti
     if engine not in _OPTIONS and not is_server_address(engine):
         known = ", ".join(map(repr, _OPTIONS))
         raise ConfigError(f"engine={engine!r} is unknown: give {known} or the address of a vLLM server (http://...)")
-    check_known(f"engine={engine!r}", given, _OPTIONS.get(engine, _SERVER_OPTIONS))
+    check_known_options(f"engine={engine!r}", given, _OPTIONS.get(engine, _SERVER_OPTIONS))
     try:
         return EngineOptions.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        raise ConfigError(explain_validation_error(error)) from None
 
 
 def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:

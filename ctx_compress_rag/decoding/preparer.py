@@ -19,9 +19,9 @@ from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreada
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
 from ctx_compress_rag.strict import as_positive_int
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
-from ctx_compress_rag.text.quoting import quotable, without_question
+from ctx_compress_rag.text.quoting import find_quotations, without_question
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
-from ctx_compress_rag.text.tokenizing import check_characters
+from ctx_compress_rag.text.tokenizing import check_text_length
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class PromptPreparer:
             shown = in_raw if isinstance(prompt, str) else texts_of
             read = [[shown.get(p, p) if isinstance(p, Marker) else p for p in parts] for parts in messages]
             # Before joining: a prompt may contain the marker of a long passage thousands of times.
-            check_characters(
+            check_text_length(
                 f"prompt {index}", sum(len(p) for r in read for p in r if isinstance(p, str)), self._window
             )
             around = [self._around_markers(parts) for parts in read]
@@ -116,7 +116,7 @@ class PromptPreparer:
                     )
         if not contents or not contents[-1].strip():
             raise ConfigError(f"prompt {index} is empty: its last message must ask something")
-        check_characters(f"prompt {index}", sum(map(len, contents)), self._window)
+        check_text_length(f"prompt {index}", sum(map(len, contents)), self._window)
         if self._window is not None and len(contents) > self._window:  # each takes at least one token
             raise ConfigError(
                 f"prompt {index} has {len(contents)} messages, more than the model's window of {self._window} tokens: "
@@ -215,7 +215,7 @@ class PromptPreparer:
                 f"prompt {index} and its passages have {length:,} characters, but an extractive answer quotes from "
                 f"{MAX_CHARACTERS:,} at most: use fewer passages"
             )
-        return quotable(texts, self.bundle.tokenizer)
+        return find_quotations(texts, self.bundle.tokenizer)
 
     @property
     def _window(self) -> int | None:

@@ -12,7 +12,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.decoding.structured import default_json_tokens, json_schema_text
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.strict import check_known, explain
+from ctx_compress_rag.strict import check_known_options, explain_validation_error
 
 FinishReason = Literal["stop", "length"]
 # Short and few, since after every token the text's end is compared with the beginnings of each.
@@ -76,11 +76,11 @@ class Sampling(SamplingOptions):
     json_schema: Annotated[str, BeforeValidator(json_schema_text)] | None = None
 
     def __init__(self, **options: Any) -> None:
-        check_known("Sampling", options, type(self).model_fields)
+        check_known_options("Sampling", options, type(self).model_fields)
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise ConfigError(explain(error)) from None
+            raise ConfigError(explain_validation_error(error)) from None
         if self.extractive and self.json_schema is not None:
             raise ConfigError("an extractive answer cannot be JSON of a schema: leave out extractive or json_schema")
         if self.top_logprobs and not self.logprobs:

@@ -24,7 +24,7 @@ from ctx_compress_rag.models.sentence_embedding import passage_vectors, question
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import DEFAULT_CODEC
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, question_messages
 
 FULL, NONE, SOFT, TRUNCATED, EXTRACTED = "full text", "no context", "soft context", "truncation", "best sentences"
 BEST, MIXED, DEFAULT = "best passage", "half sentences, half slots", "default"
@@ -230,7 +230,7 @@ def answer_with_systems(
 
 def question_chat(template: str, texts: Sequence[str], question: str) -> list[Message]:
     """Return the chat that asks a question about texts; empty texts are left out."""
-    return [dict(message) for message in messages(template, _joined(texts), question)]
+    return [dict(message) for message in question_messages(template, _joined(texts), question)]
 
 
 def _joined(texts: Sequence[str]) -> str:

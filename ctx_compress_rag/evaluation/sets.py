@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import read_jsonl, spread
+from ctx_compress_rag.data.examples import read_jsonl, spread_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import report
@@ -50,7 +50,7 @@ def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[s
         if name in sets:
             raise DataError(f"two files are named {name!r}: their scores would go into the same folder")
         examples = read_jsonl(file, unanswerable=True)
-        sets[name] = spread(questions_of(examples), limit)
+        sets[name] = spread_examples(questions_of(examples), limit)
         if any(len(q.passages) < passages for q in sets[name]):
             neighbors = NeighborPassages([passage for e in examples for passage in e.passages])
             sets[name] = [neighbors.among(q, passages) for q in sets[name]]

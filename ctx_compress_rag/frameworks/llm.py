@@ -16,8 +16,8 @@ from ctx_compress_rag.decoding.structured import requested_json_schema
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_scope, scope
-from ctx_compress_rag.strict import check_known, explain
-from ctx_compress_rag.text.templates import messages
+from ctx_compress_rag.strict import check_known_options, explain_validation_error
+from ctx_compress_rag.text.templates import question_messages
 
 
 class DecoderLLM(SamplingOptions, EngineOptions):
@@ -61,11 +61,11 @@ class DecoderLLM(SamplingOptions, EngineOptions):
 
     def __init__(self, **fields: Any) -> None:
         given = {name: value for name, value in fields.items() if value is not None}
-        check_known(type(self).__name__, given, type(self).model_fields)
+        check_known_options(type(self).__name__, given, type(self).model_fields)
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+            raise ConfigError(f"{type(self).__name__}: {explain_validation_error(error)}") from None
         if self.scope is not None:
             check_scope(self.scope)
         bundle = self.store.bundle
@@ -88,7 +88,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
     def _question_messages(self, context: str, question: str) -> list[dict[str, str]]:
         """Return the prompt of the bundle's training as messages, with these two variables of a format string."""
         holes = ("\ue000context\ue000", "\ue000question\ue000")
-        asked = messages(self.store.bundle.config.template, *holes)
+        asked = question_messages(self.store.bundle.config.template, *holes)
         for message in asked:
             text = message["content"].replace("{", "{{").replace("}", "}}")
             message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")
@@ -101,7 +101,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         """
         chosen = {name: value for name, value in given.items() if value is not None}
         schema = requested_json_schema(chosen.pop("response_format", None))
-        check_known(f"a call of {type(self).__name__}", given, (*OPTIONS, "response_format"))
+        check_known_options(f"a call of {type(self).__name__}", given, (*OPTIONS, "response_format"))
         own = self.model_fields_set - ({"extractive"} if self._quotes_by_default else set())
         chosen = {name: getattr(self, name) for name in OPTIONS if name in own} | chosen | {"json_schema": schema}
         config = self.store.bundle.config

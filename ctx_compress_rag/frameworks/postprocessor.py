@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import Marking, OnMissing
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.strict import check_known, explain
+from ctx_compress_rag.strict import check_known_options, explain_validation_error
 
 
 class MarkingPostprocessor(BaseModel):
@@ -55,11 +55,11 @@ class MarkingPostprocessor(BaseModel):
     scope: str | None = None
 
     def __init__(self, store: SoftContextStore, **fields: Any) -> None:
-        check_known(type(self).__name__, fields, type(self).model_fields)
+        check_known_options(type(self).__name__, fields, type(self).model_fields)
         try:
             super().__init__(store=store, **fields)
         except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain(error)}") from None
+            raise ConfigError(f"{type(self).__name__}: {explain_validation_error(error)}") from None
         _ = self.marking  # refuses impossible values
 
     def __getstate__(self) -> NoReturn:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from ctx_compress_rag.errors import DataError, conversion_command
 from ctx_compress_rag.indexing.documents import DOCUMENTS, UNSTRUCTURED, DocumentReader, readable_suffixes
 from ctx_compress_rag.store.passage import content_id
-from ctx_compress_rag.strict import explain
+from ctx_compress_rag.strict import explain_validation_error
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class JsonlInput(IndexInput):
                             f"{conversion_command(error)}"
                         ) from error
                     except ValidationError as error:
-                        said = explain(error).removeprefix("config: ")
+                        said = explain_validation_error(error).removeprefix("config: ")
                         raise DataError(
                             f'{self.path}, line {number}: {said}; give rows such as {{"text": ..., "id": ...}}'
                         ) from None

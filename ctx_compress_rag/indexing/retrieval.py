@@ -12,7 +12,7 @@ from ctx_compress_rag.indexing.index import PassageIndex
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store.marker import Marker
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, question_messages
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class Retrieval:
             if sentences or slots:
                 sources.append({**vars(hit), "sentences": sentences, "slots": slots})
         context = PASSAGE_SEPARATOR.join(filter(None, shown))
-        *system, asked = messages(self.index.bundle.config.template, context, question)
+        *system, asked = question_messages(self.index.bundle.config.template, context, question)
         return [*system, *earlier, asked], sources

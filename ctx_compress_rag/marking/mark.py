@@ -25,9 +25,9 @@ from ctx_compress_rag.marking.budget import Budget, RetrievedText, ScoredSentenc
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, checked_passage
-from ctx_compress_rag.strict import as_int, as_list, validate
+from ctx_compress_rag.strict import as_int, as_list, validate_argument
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
-from ctx_compress_rag.text.tokenizing import text_ids, whole_characters
+from ctx_compress_rag.text.tokenizing import replace_surrogates, text_ids
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class Marking:
     def __post_init__(self) -> None:
         self.ratio = ratio = None if self.ratio is None else as_int("ratio", self.ratio)
         self.token_budget = budget = None if self.token_budget is None else as_int("token_budget", self.token_budget)
-        self.text_share = None if self.text_share is None else validate("text_share", self.text_share, _SHARE)
+        self.text_share = None if self.text_share is None else validate_argument("text_share", self.text_share, _SHARE)
         if ratio is not None and budget is not None:
             raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
         if budget is not None and budget < 1:
@@ -232,7 +232,7 @@ class Marking:
         if self.on_missing == "error":
             raise error
         logger.warning("left as text: passage %s (%s)", passage.name, error)
-        passage.id, passage.text = None, whole_characters(passage.text)
+        passage.id, passage.text = None, replace_surrogates(passage.text)
 
     def _render(self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None) -> None:
         """Set what is shown in place of each passage; None keeps its text."""
@@ -377,4 +377,4 @@ def _warn_once(message: str) -> None:
 
 def _is_id(id: object) -> bool:
     """Whether the store can hold a passage under this id."""
-    return isinstance(id, str) and bool(id) and whole_characters(id) == id
+    return isinstance(id, str) and bool(id) and replace_surrogates(id) == id

@@ -143,7 +143,7 @@ class SelectiveLora(nn.Module):
         output.view(-1, output.shape[-1]).index_add_(0, self.slots.index, change)
 
 
-def twin(model: nn.Module) -> Any:
+def copy_for_hooks(model: nn.Module) -> Any:
     """Return a copy of a model that shares its tensors, so that hooks on the copy do not affect the model."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
@@ -154,7 +154,7 @@ def twin(model: nn.Module) -> Any:
 _START = -0.01
 
 
-class Gate(nn.Sequential):
+class LayerGate(nn.Sequential):
     """The MLP of one layer's gate (eq. 5), which maps a slot's state to a logit. Before training the gate is closed."""
 
     def __init__(self, dim: int, width: int) -> None:
@@ -203,7 +203,7 @@ class ArcAlignerReader(Reader):
         self.config = config
         # All hooks are on a twin that nothing else holds: readers of plain text, in any thread, inside
         # `decoder` or outside, have an unchanged decoder.
-        model = twin(backbone.model)
+        model = copy_for_hooks(backbone.model)
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
         trunk.forward = partial(self._forward, trunk.forward)
@@ -214,7 +214,7 @@ class ArcAlignerReader(Reader):
             raise ConfigError(f"gated_layers {sorted(gated)}: the decoder has layers 0 to {len(layers) - 1}")
         self.lora = nn.ModuleList(SelectiveLora(layer, config.lora) for layer in layers if config.lora)
         # Kept even without loops: stage II leaves them unchanged for stage III.
-        self.gates = nn.ModuleDict({str(layer): Gate(backbone.dim, config.gate_width) for layer in sorted(gated)})
+        self.gates = nn.ModuleDict({str(layer): LayerGate(backbone.dim, config.gate_width) for layer in sorted(gated)})
         for added in (self.lora, self.gates):
             added.to(backbone.device).requires_grad_(False)
         self.eval()

@@ -16,7 +16,7 @@ from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.soft_context import pool
+from ctx_compress_rag.soft_context import mean_pool_slots
 
 
 class ComprexitConfig(MethodConfig):
@@ -71,7 +71,7 @@ class TransportPlan(nn.Module):
         senders = F.normalize(self.utility(anchors), dim=-1)
         cosine = senders @ F.normalize(self.utility(receivers), dim=-1).transpose(-1, -2)  # eq. 9
         log_sent = self.capacity(anchors).squeeze(-1).masked_fill(~mask, -torch.inf).log_softmax(-1)  # eq. 10
-        return sinkhorn(1 - cosine, log_sent, log_shares(counts, cosine.dtype), self.epsilon, self.iterations)
+        return sinkhorn(1 - cosine, log_sent, log_capacities(counts, cosine.dtype), self.epsilon, self.iterations)
 
 
 class WindowAttention(nn.Module):
@@ -95,11 +95,11 @@ class WindowAttention(nn.Module):
         own = (places < ends) & (places >= ends - counts.unsqueeze(-2))
         # A slot that a segment lacks has no field: with a finite minimum its softmax is not NaN.
         weights = scores.masked_fill(~own, torch.finfo(scores.dtype).min).softmax(-2) * own
-        plan: Tensor = weights * log_shares(counts, scores.dtype).exp().unsqueeze(-2)
+        plan: Tensor = weights * log_capacities(counts, scores.dtype).exp().unsqueeze(-2)
         return plan
 
 
-def log_shares(counts: Tensor, dtype: torch.dtype) -> Tensor:
+def log_capacities(counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the log of the receivers' capacities 1/K, (segments, slots); minus infinity where there is no slot."""
     there = counts > 0
     shares = -there.sum(-1, keepdim=True).to(dtype).log()
@@ -221,7 +221,7 @@ class ComprexitCompressor(TokenCompressor):
         with torch.autocast(anchors.device.type, enabled=False):
             anchors = F.pad(anchors.to(self.anchor.weight.dtype), (0, 0, 0, padding)).unflatten(1, (blocks, size))
             anchors = anchors[real]
-            receivers, counts = pool(anchors, mask, ratio)  # eq. 8
+            receivers, counts = mean_pool_slots(anchors, mask, ratio)  # eq. 8
             plan = self.allocation(anchors, mask.bool(), receivers, counts)
             slots = (counts > 0).sum(-1)[:, None, None] * plan.transpose(-1, -2) @ self.value(anchors)  # eq. 12
         all_slots = slots.new_zeros(*real.shape, *slots.shape[1:])

@@ -16,7 +16,7 @@ from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.soft_context import pool
+from ctx_compress_rag.soft_context import mean_pool_slots
 
 
 class MeanPoolingConfig(MethodConfig):
@@ -111,7 +111,7 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         full = full_attention_mask(mask, self.backbone.embeddings.weight.dtype)
         vectors = self.token_vectors(ids, full, positions)[:, first:]
-        return {ratio: SlotBatch(*pool(vectors, attention_mask, ratio)) for ratio in ratios}
+        return {ratio: SlotBatch(*mean_pool_slots(vectors, attention_mask, ratio)) for ratio in ratios}
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Return the weights that a bundle stores, with transformers' names for those of the encoder."""

@@ -11,7 +11,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, Tokenized, TrunkCompressor, in_batches, joined
+from ctx_compress_rag.methods.base.compressor import (
+    SlotBatch,
+    TokenizedPassage,
+    TrunkCompressor,
+    encode_in_batches,
+    join_slots,
+)
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.reader import Reader
@@ -78,7 +84,9 @@ class MemoryTokensCompressor(TrunkCompressor):
     def check_ratio(self, ratio: int, stored: int) -> None:
         self.config.check_ratios(stored, [ratio])
 
-    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(
+        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
+    ) -> Mapping[int, SlotBatch]:
         windows = self._windows(passages)
         slots = self._hidden_states([each.ids for each in windows])
         # A slot without a source token is a slot all the same, and a count of 0 would make it padding.
@@ -86,10 +94,12 @@ class MemoryTokensCompressor(TrunkCompressor):
             SoftContext(rows, _spread(each.tokens, self.config.slots).clamp(min=1).to(rows.device))
             for rows, each in zip(slots, windows, strict=True)
         ]
-        return dict.fromkeys(ratios, SlotBatch.of(joined([each.passage for each in windows], pieces)))
+        return dict.fromkeys(ratios, SlotBatch.of(join_slots([each.passage for each in windows], pieces)))
 
     @torch.inference_mode()
-    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+    def compress(
+        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
+    ) -> list[SoftContext]:
         windows = self._windows(passages)
 
         def rows(batch: list[int]) -> list[SoftContext]:
@@ -98,7 +108,7 @@ class MemoryTokensCompressor(TrunkCompressor):
             return list(map(SoftContext, slots, counts))
 
         lengths = [len(each.ids) + self.config.slots for each in windows]
-        return in_batches([each.passage for each in windows], lengths, batch_tokens, rows)
+        return encode_in_batches([each.passage for each in windows], lengths, batch_tokens, rows)
 
     @cached_property
     def _prompts(self) -> PromptTokenizer:
@@ -109,7 +119,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         ids: list[int] = self._prompts.encode(["", self._prompts.as_text(text)])[1].tolist()
         return ids
 
-    def _windows(self, passages: Sequence[Tokenized]) -> list[_Window]:
+    def _windows(self, passages: Sequence[TokenizedPassage]) -> list[_Window]:
         config = self.config
         eos = [self.backbone.tokenizer.eos_token_id] if config.eos else []
         bos = [self.backbone.tokenizer.bos_token_id]

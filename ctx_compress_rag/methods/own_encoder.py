@@ -12,15 +12,22 @@ import torch
 from pydantic import Field
 
 from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized, in_batches, padded, windows
+from ctx_compress_rag.methods.base.compressor import (
+    Compressor,
+    SlotBatch,
+    TokenizedPassage,
+    encode_in_batches,
+    pad_token_ids,
+    token_windows,
+)
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.identity import folder_digest
+from ctx_compress_rag.models.identity import model_folder_digest
 from ctx_compress_rag.models.loading import progress_line
-from ctx_compress_rag.soft_context import SoftContext, pool
+from ctx_compress_rag.soft_context import SoftContext, mean_pool_slots
 from ctx_compress_rag.text.tokenizing import text_ids
 
 
@@ -107,7 +114,7 @@ class OwnEncoderCompressor(Compressor):
         from transformers import AutoModel, AutoTokenizer
 
         config, decoder, place = self.config, self.backbone.model, self._place
-        if place is not None and config.digest is not None and folder_digest(place) != config.digest:
+        if place is not None and config.digest is not None and model_folder_digest(place) != config.digest:
             raise BundleError(f"{place} is not the encoder that the bundle was made with: import the bundle again")
         where: dict[str, Any] = {"trust_remote_code": False}
         if place is None:
@@ -130,23 +137,27 @@ class OwnEncoderCompressor(Compressor):
             model = model.to(self.backbone.device)
         return model.eval().requires_grad_(False), tokenizer
 
-    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(
+        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
+    ) -> Mapping[int, SlotBatch]:
         """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
         return dict.fromkeys(ratios, SlotBatch.of(self._encoded(passages, window, 8192), self.backbone.device))
 
-    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+    def compress(
+        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
+    ) -> list[SoftContext]:
         return self._encoded(passages, window, batch_tokens)
 
     @torch.inference_mode()
-    def _encoded(self, passages: Sequence[Tokenized], window: int, batch_tokens: int) -> list[SoftContext]:
+    def _encoded(self, passages: Sequence[TokenizedPassage], window: int, batch_tokens: int) -> list[SoftContext]:
         model, tokenizer = self._model_and_tokenizer()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []
-        owners, pieces = windows([text_ids(tokenizer, passage.text) for passage in passages], window)
+        owners, pieces = token_windows([text_ids(tokenizer, passage.text) for passage in passages], window)
         read = [[*bos, *ids, *eos] for ids in pieces]
 
         def rows(batch: list[int]) -> Iterator[SoftContext]:
-            ids, mask = padded([read[i] for i in batch], self.backbone.device)
+            ids, mask = pad_token_ids([read[i] for i in batch], self.backbone.device)
             hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float().cpu()
             for i, row in zip(batch, hidden, strict=True):
                 length = len(pieces[i])
@@ -154,9 +165,9 @@ class OwnEncoderCompressor(Compressor):
                     yield SoftContext(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
                 else:
                     real = row[len(bos) : len(bos) + length]
-                    yield SoftContext(*pool(real, torch.ones(length, dtype=torch.long), self.config.ratio))
+                    yield SoftContext(*mean_pool_slots(real, torch.ones(length, dtype=torch.long), self.config.ratio))
 
-        return in_batches(owners, [len(ids) for ids in read], batch_tokens, rows)
+        return encode_in_batches(owners, [len(ids) for ids in read], batch_tokens, rows)
 
 
 register(

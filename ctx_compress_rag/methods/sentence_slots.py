@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
-from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, Tokenized
+from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
@@ -21,7 +21,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_minilm
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.sentences import split
+from ctx_compress_rag.text.sentences import split_units
 from ctx_compress_rag.text.tokenizing import text_parts
 
 if TYPE_CHECKING:
@@ -194,21 +194,27 @@ class SentenceSlotsCompressor(Compressor):
         self.dim = config.encoder_dim
         self.encoder = SentenceEncoder(config, backbone.device)
 
-    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(
+        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
+    ) -> Mapping[int, SlotBatch]:
         """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
         return {
             ratio: SlotBatch.of(self._encoded(passages, ratio, window, 32), self.backbone.device) for ratio in ratios
         }
 
-    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+    def compress(
+        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
+    ) -> list[SoftContext]:
         longest = min(self.encoder.model.max_seq_length or window, window)
         return self._encoded(passages, ratio, window, max(1, batch_tokens // longest))
 
-    def _encoded(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_size: int) -> list[SoftContext]:
+    def _encoded(
+        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_size: int
+    ) -> list[SoftContext]:
         unit, language = self.config.unit, self.config.language
         limit = ratio if unit == "tokens" else window
         done = [
-            split(passage.text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=language)
+            split_units(passage.text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=language)
             for passage in passages
         ]
         vectors = self.encoder.encode([unit.text for units in done for unit in units], batch_size)

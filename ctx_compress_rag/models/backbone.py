@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.fair_lock import FairLock
-from ctx_compress_rag.models.loading import UnloadedModel, weights_as
-from ctx_compress_rag.models.transformers_internals import commit
+from ctx_compress_rag.models.loading import UnloadedModel, convert_weights
+from ctx_compress_rag.models.transformers_internals import hub_commit
 
 PEFT_PREFIX = "base_model.model."
 """The prefix that peft puts before the parameter names of a model that it adapts."""
@@ -92,7 +92,7 @@ class Backbone:
     @property
     def commit(self) -> str:
         """Return the commit on the hub that the model was loaded from, or "" if it is not from the hub."""
-        return commit(self.config)
+        return hub_commit(self.config)
 
     @property
     def dim(self) -> int:
@@ -113,7 +113,7 @@ class Backbone:
         model = type(self.model)(self.model.config)
         model.load_state_dict(self.own_state(), strict=False)
         model.generation_config = self.model.generation_config
-        weights_as(model.to(self.device), self.model.dtype)
+        convert_weights(model.to(self.device), self.model.dtype)
         model.set_input_embeddings(self.embeddings)
         model.tie_weights()
         return model.eval().requires_grad_(False)

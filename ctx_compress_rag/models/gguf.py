@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from safetensors import SafetensorError
 
 from ctx_compress_rag.errors import BundleError, needs
-from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.models.identity import file_sha256
 from ctx_compress_rag.strict import Strict
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
     with file.open("rb") as stream:
         if (start := stream.read(len(_MAGIC))) != _MAGIC:
             raise BundleError(f"{file} is not a GGUF file: it begins with {start!r}")
-    if decoder.sha256 is not None and (found := sha256(file)) != decoder.sha256:
+    if decoder.sha256 is not None and (found := file_sha256(file)) != decoder.sha256:
         raise BundleError(
             f"{file} is not the decoder asked for: its SHA-256 is {found}, not {decoder.sha256}. "
             "Get the right file, or train for this one"
@@ -78,11 +78,11 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
     return file
 
 
-def pinned(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
+def pin_gguf(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
     """Return the same decoder with the SHA-256 of its file; raise what `gguf_file` raises."""
     if decoder.sha256 is not None:
         return decoder
-    return decoder.model_copy(update={"sha256": sha256(gguf_file(decoder, revision))})
+    return decoder.model_copy(update={"sha256": file_sha256(gguf_file(decoder, revision))})
 
 
 def open_gguf(file: Path) -> tuple[Any, Any, Callable[[], Any]]:
@@ -94,7 +94,7 @@ def open_gguf(file: Path) -> tuple[Any, Any, Callable[[], Any]]:
     import transformers
     from huggingface_hub import cached_assets_path
 
-    kept = Path(cached_assets_path("ctx_compress_rag", "gguf"), f"{sha256(file)}-{transformers.__version__}")
+    kept = Path(cached_assets_path("ctx_compress_rag", "gguf"), f"{file_sha256(file)}-{transformers.__version__}")
     unpacked: Any = None
     if kept.is_dir():
         config = transformers.AutoConfig.from_pretrained(kept)

@@ -26,7 +26,7 @@ _PASSING = {
 }  # fmt: skip
 
 
-def files_digest(folder: Path) -> str:
+def decoder_files_digest(folder: Path) -> str:
     """Return the SHA-256 of configs, tokenizer and chat template in a decoder's folder: 64 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -40,18 +40,18 @@ def files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def folder_digest(folder: Path) -> str:
-    """Return the SHA-256 of `files_digest` and of the weight files in a decoder's folder: 64 hex digits."""
+def model_folder_digest(folder: Path) -> str:
+    """Return the SHA-256 of `decoder_files_digest` and of the weight files in a decoder's folder: 64 hex digits."""
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    files = [f"{path.name} {sha256(path)}" for path in weights]
-    return hashlib.sha256(" ".join([files_digest(folder), *files]).encode()).hexdigest()
+    files = [f"{path.name} {file_sha256(path)}" for path in weights]
+    return hashlib.sha256(" ".join([decoder_files_digest(folder), *files]).encode()).hexdigest()
 
 
-def digest_in_memory(model: Any, tokenizer: Any) -> str:
-    """Return what `files_digest` would return for the folder that this decoder is saved into."""
+def decoder_digest_in_memory(model: Any, tokenizer: Any) -> str:
+    """Return what `decoder_files_digest` would return for the folder that this decoder is saved into."""
     with TemporaryDirectory() as folder:
         write_decoder(model, tokenizer, Path(folder))
-        return files_digest(Path(folder))
+        return decoder_files_digest(Path(folder))
 
 
 def decoder_weights_digest(model: Any, adapter: str) -> str:
@@ -83,7 +83,7 @@ def _canonical(path: Path, content: bytes) -> bytes:
     return json.dumps(settings, sort_keys=True).encode()
 
 
-def sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
     """Return a file's SHA-256 in 64 hex digits, cached until the file's size or modification time changes."""
     status = file.stat()
     return _sha256(file.resolve(), status.st_size, status.st_mtime_ns)

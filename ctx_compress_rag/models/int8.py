@@ -12,7 +12,7 @@ _SMALLEST = 4096  # entries; packing smaller tensors saves little
 _LARGEST_ERROR = 0.02  # relative, of the whole matrix; normally distributed rows have 0.007
 
 
-def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def weights_to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert matrices to int8 with a float16 scale for each row, and everything else to float16.
 
     The largest entry of a row becomes 127 or -127, and no entry moves by more than half a step of its row. A matrix
@@ -35,8 +35,8 @@ def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def from_int8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the result of `to_int8` to float16; tensors that are not packed stay as they are."""
+def weights_from_int8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert the result of `weights_to_int8` to float16; tensors that are not packed stay as they are."""
     return {
         name: value if value.dtype != torch.int8 else (value.float() * stored[name + _SCALE].float()).to(torch.float16)
         for name, value in stored.items()

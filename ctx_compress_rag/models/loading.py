@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, open_gguf
-from ctx_compress_rag.models.int8 import from_int8
-from ctx_compress_rag.models.transformers_internals import commit
+from ctx_compress_rag.models.int8 import weights_from_int8
+from ctx_compress_rag.models.transformers_internals import hub_commit
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +90,11 @@ def open_decoder(
     with _errors_named(name), progress_line(f"opening the decoder {name}"):
         if isinstance(name, GgufDecoder):
             config, tokenizer, unpack = open_gguf(gguf_file(name, revision))
-            settings, load = _settings(config), lambda: _placed(weights_as(unpack(), weights), placed)
+            settings, load = _settings(config), lambda: _placed(convert_weights(unpack(), weights), placed)
         else:
             place, where = _where(name, revision, subfolder or "")
             config, tokenizer, settings = _open_folder(place, where)
-            where["revision"] = commit(config) or revision  # a branch may have moved when the weights are loaded
+            where["revision"] = hub_commit(config) or revision  # a branch may have moved when the weights are loaded
             load = partial(_load_folder, place, where, weights, placed)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -221,14 +221,14 @@ def _from_int8(file: Path, dtype: torch.dtype) -> Any:
 
     config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    state = from_int8(load_file(file))
+    state = weights_from_int8(load_file(file))
     model.load_state_dict(state, strict=False)
     if odd := state.keys() ^ dict(model.named_parameters()).keys():
         raise ValueError(f"{file} does not fit its config: {len(odd)} names differ, for example {min(odd)}")
-    return weights_as(model, dtype)
+    return convert_weights(model, dtype)
 
 
-def weights_as(model: Any, dtype: torch.dtype) -> Any:
+def convert_weights(model: Any, dtype: torch.dtype) -> Any:
     """Convert a model's weights to `dtype`, but not its buffers, because bfloat16 would shift rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

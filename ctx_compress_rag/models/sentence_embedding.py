@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.models.loading import progress_line
-from ctx_compress_rag.text.tokenizing import whole_characters
+from ctx_compress_rag.text.tokenizing import replace_surrogates
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -56,4 +56,4 @@ def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
 
 
 def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
-    return encode([whole_characters(text) for text in texts], normalize_embeddings=True, show_progress_bar=False)
+    return encode([replace_surrogates(text) for text in texts], normalize_embeddings=True, show_progress_bar=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 _KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
 
 
-def commit(config: Any) -> str:
+def hub_commit(config: Any) -> str:
     """Return the commit on the hub that a model's config was loaded from, or "" if there is none.
 
     transformers records it nowhere else, and `revision` may be a branch, which moves.
@@ -19,7 +19,7 @@ def commit(config: Any) -> str:
     return str(getattr(config, "_commit_hash", None) or "")
 
 
-def can_share(model: Any) -> bool:
+def can_share_cache(model: Any) -> bool:
     """Whether a model's cache holds keys and values by position, so that prompts can join and leave a running batch.
 
     `_is_stateful` is the only sign of a cache that is a state of the whole text, such as Mamba's.
@@ -30,7 +30,7 @@ def can_share(model: Any) -> bool:
     return types <= _KEPT_BY_POSITION and not shared and not getattr(model, "_is_stateful", False)
 
 
-def cache_name(model: Any) -> str:
+def cache_argument(model: Any) -> str:
     """Return the argument name of the cache in a causal LM's `forward`: transformers 5.24 renamed `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
@@ -38,24 +38,24 @@ def cache_name(model: Any) -> str:
 # A DynamicCache can select rows, but not join others or drop positions: the tensors of its layers are replaced.
 
 
-def cut_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
+def cut_kv_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
     """Keep only these rows of a DynamicCache, and only their positions from `start` on."""
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[rows, :, start:], layer.values[rows, :, start:]
 
 
-def join_cache(cache: Any, new: Any, length: int) -> None:
+def join_kv_caches(cache: Any, new: Any, length: int) -> None:
     """Pad two DynamicCaches on the left to `length` positions, and append the rows of the second to the first.
 
-    If memory runs out, some layers have the new rows and some have not; `cut_cache` then removes them.
+    If memory runs out, some layers have the new rows and some have not; `cut_kv_cache` then removes them.
     """
     for mine, other in zip(cache.layers, new.layers, strict=True):
-        keys = torch.cat([left_padded(mine.keys, length, 2), left_padded(other.keys, length, 2)])
-        values = torch.cat([left_padded(mine.values, length, 2), left_padded(other.values, length, 2)])
+        keys = torch.cat([pad_left(mine.keys, length, 2), pad_left(other.keys, length, 2)])
+        values = torch.cat([pad_left(mine.values, length, 2), pad_left(other.values, length, 2)])
         mine.keys, mine.values = keys, values
 
 
-def left_padded(x: Tensor, length: int, dim: int) -> Tensor:
+def pad_left(x: Tensor, length: int, dim: int) -> Tensor:
     """Return `x` with zeros before it along `dim`, so that it has the length `length` there."""
     missing = length - x.shape[dim]
     if not missing:

@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig, Source
 from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.identity import files_digest, folder_digest
+from ctx_compress_rag.models.identity import decoder_files_digest, model_folder_digest
 from ctx_compress_rag.published.format import (
     ConvertedCheckpoint,
     PublishedDecoder,
@@ -28,7 +28,7 @@ from ctx_compress_rag.published.lclm import Lclm
 from ctx_compress_rag.published.pisco import Pisco
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 from ctx_compress_rag.published.xrag import Xrag
-from ctx_compress_rag.strict import explain
+from ctx_compress_rag.strict import explain_validation_error
 
 FORMATS: tuple[PublishedFormat, ...] = (Lclm(), Pisco(), Xrag(), Icae())
 
@@ -119,7 +119,7 @@ class PublishedImport:
         method, encoder = dict(conversion.settings["method"]), self.encoder
         if encoder is not None:
             here = encoder.revision is None
-            digest = folder_digest(Path(encoder.name, encoder.subfolder)) if here else None
+            digest = model_folder_digest(Path(encoder.name, encoder.subfolder)) if here else None
             method |= encoder.reference("encoder") | {"digest": digest}
         bundle = self._bundle(conversion, {"method": method} | self.decoder.files.reference("decoder"), copy)
         bundle.save_pretrained(folder)
@@ -133,9 +133,14 @@ class PublishedImport:
         own: dict[str, Any] = {"decoder": None, "revision": None, "subfolder": None}
         if self.encoder is not None:
             _copy_files(self.encoder, folder / "encoder")
-            inside = {"encoder": None, "revision": None, "subfolder": None, "digest": folder_digest(folder / "encoder")}
+            inside = {
+                "encoder": None,
+                "revision": None,
+                "subfolder": None,
+                "digest": model_folder_digest(folder / "encoder"),
+            }
             own["method"] = bundle.config.method.model_copy(update=inside)
-        config = bundle.config.model_copy(update=own | {"decoder_digest": files_digest(decoder)})
+        config = bundle.config.model_copy(update=own | {"decoder_digest": decoder_files_digest(decoder)})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         Bundle.from_pretrained(folder, device="cpu").save_report(folder)  # with its own fingerprint
 
@@ -156,7 +161,9 @@ class PublishedImport:
         try:
             config = BundleConfig(**{"ratios": [own["base_ratio"]], **own, "name": name, "source": source, **settings})
         except ValidationError as error:
-            raise BundleError(f"{checkpoint}: its settings make no bundle: {explain(error)}") from error
+            raise BundleError(
+                f"{checkpoint}: its settings make no bundle: {explain_validation_error(error)}"
+            ) from error
         bundle = Bundle.build(config, self.decoder)
         for part, state in (("compressor", conversion.compressor), ("reader", conversion.reader)):
             bundle.parts[part].load_saved_state(dict(state))

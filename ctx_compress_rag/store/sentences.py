@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ctx_compress_rag.models.sentence_embedding import passage_vectors
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import decode_soft_context, encode_soft_context
-from ctx_compress_rag.text.sentences import sentences
+from ctx_compress_rag.text.sentences import split_sentences
 
 Vectors = NDArray[np.float32]
 _DIM = 384
@@ -19,7 +19,7 @@ _DIM = 384
 
 def sentences_of(text: str) -> list[str]:
     """Return the sentences of a text that are not blank, without surrounding space."""
-    return [part for part in map(str.strip, sentences(text)) if part]
+    return [part for part in map(str.strip, split_sentences(text)) if part]
 
 
 def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:

@@ -42,7 +42,7 @@ from ctx_compress_rag.store.record import owned_by_scope, passage_id, plain_mark
 from ctx_compress_rag.store.records import Records, summarize_store
 from ctx_compress_rag.store.threads import caller_gone, shielded_from_interrupts
 from ctx_compress_rag.store.transient import TransientParts
-from ctx_compress_rag.strict import as_int, as_seconds, check_known
+from ctx_compress_rag.strict import as_int, as_seconds, check_known_options
 
 if TYPE_CHECKING:  # it imports transformers
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -103,7 +103,7 @@ class SoftContextStore(ProcessBound):
         read_timeout: float = READ_TIMEOUT,
         **unknown: Never,
     ) -> None:
-        check_known("SoftContextStore", unknown, SoftContextStore.__init__.__kwdefaults__ or ())
+        check_known_options("SoftContextStore", unknown, SoftContextStore.__init__.__kwdefaults__ or ())
         if isinstance(bundle, str | PathLike):
             raise ConfigError(f"bundle={bundle!r} is a name: give Bundle.from_pretrained({str(bundle)!r})")
         self.bundle = bundle

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
-from ctx_compress_rag.text.tokenizing import bos_id, text_ids, text_parts, text_tokens, whole_characters
+from ctx_compress_rag.text.tokenizing import bos_token_id, replace_surrogates, text_ids, text_parts, text_tokens
 
 ROLES = ("system", "user", "assistant", "tool")
 """Who may speak in a chat."""
@@ -36,7 +36,7 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
                 text += f"\n{_CUE} {message['content'].lstrip()}"
             else:
                 text += ("\n\n" if text else "") + message["content"]
-        return ("" if bos_id(tokenizer) is None else tokenizer.bos_token) + f"{text}\n{_CUE}"
+        return ("" if bos_token_id(tokenizer) is None else tokenizer.bos_token) + f"{text}\n{_CUE}"
     try:
         return _render(tokenizer, chat)
     except ConfigError:
@@ -112,7 +112,7 @@ class PromptTokenizer:
 
         `add_special_tokens` lets the tokenizer add its BOS. Leave it False if a chat template has added BOS.
         """
-        joined = whole_characters(self.hole.join(parts))
+        joined = replace_surrogates(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         ids = torch.tensor([id for id in encoded if id != self._cut_id], dtype=torch.long)
         holes = (ids == self._hole_id).nonzero().flatten().tolist()

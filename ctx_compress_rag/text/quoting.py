@@ -32,7 +32,7 @@ def without_question(text: str) -> str:
     return before
 
 
-def quotable(texts: Iterable[str], tokenizer: Any) -> Quotable:
+def find_quotations(texts: Iterable[str], tokenizer: Any) -> Quotable:
     """Return all quotations from texts. Each starts at a word, or punctuation after a space, and ends with one of them.
 
     None ends within a token, so Chinese characters that share a token are quoted together. None spans two texts, or

@@ -15,7 +15,7 @@ from ctx_compress_rag.text.tokenizing import text_tokens
 _WIDE_SPACE = re.compile(r"[^\S\t\n\v\f\r ]")
 
 
-class Unit(NamedTuple):
+class TextUnit(NamedTuple):
     """A piece of a passage, with its text, without surrounding space, and its number of the passage's tokens."""
 
     text: str
@@ -29,7 +29,7 @@ class _Start(NamedTuple):
     token: int
 
 
-def sentences(text: str, language: str = "en") -> list[str]:
+def split_sentences(text: str, language: str = "en") -> list[str]:
     """Return a text's sentences, which joined are the text, by the rules of sentencex (the papers use spaCy)."""
     with needs("sentences"):
         from sentencex import segment
@@ -37,7 +37,7 @@ def sentences(text: str, language: str = "en") -> list[str]:
     return [text[a:b] for a, b in pairwise([0, *ends])]
 
 
-def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language: str = "en") -> list[Unit]:
+def split_units(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language: str = "en") -> list[TextUnit]:
     """Cut a passage into units of at most `limit` tokens (None: no limit), with each token in one unit.
 
     A longer sentence is cut between words into parts of about the same length, a longer word between characters.
@@ -60,7 +60,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
     if merge:
         starts = _merged(starts, len(offsets), limit)
     return [
-        Unit(text[start.char : end.char].strip(), end.token - start.token)
+        TextUnit(text[start.char : end.char].strip(), end.token - start.token)
         for start, end in pairwise([*starts, _Start(len(text), len(offsets))])
     ]
 
@@ -68,7 +68,7 @@ def split(text: str, tokenizer: Any, limit: int | None, *, merge: bool, language
 def _sentence_starts(text: str, offsets: Sequence[tuple[int, int]], language: str) -> Iterator[_Start]:
     """Yield where sentences begin. A sentence that shares its only token with the one before is part of that one."""
     # The splitter returns runs of white space as separate sentences.
-    lengths = [(len(part), bool(part.strip())) for part in sentences(text, language)]
+    lengths = [(len(part), bool(part.strip())) for part in split_sentences(text, language)]
     ends = accumulate(length for length, _ in lengths)
     chars = [end - length for end, (length, words) in zip(ends, lengths, strict=True) if words]
     latest = -1

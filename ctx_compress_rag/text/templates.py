@@ -26,7 +26,7 @@ PARAPHRASES: tuple[str, ...] = (
 )
 
 
-def messages(template: str, context: str, question: str) -> list[dict[str, str]]:
+def question_messages(template: str, context: str, question: str) -> list[dict[str, str]]:
     """Return the chat messages for a question. The part of a template before "|||", if any, is the system message."""
     parts = template.split("|||")
     roles = ("user",) if len(parts) == 1 else ("system", "user")

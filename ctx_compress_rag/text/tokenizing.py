@@ -26,7 +26,7 @@ class TextTokens:
     offsets: list[tuple[int, int]]  # start and end of each token in the text, in characters
 
 
-def control_ids(tokenizer: Any) -> set[int]:
+def control_token_ids(tokenizer: Any) -> set[int]:
     """Return the ids of control tokens, that is, added tokens marked as special or neither words nor white space.
 
     The mark alone is not enough, because `</s>` of Phi-3 and the roles of DeepSeek lack it.
@@ -38,7 +38,7 @@ def control_ids(tokenizer: Any) -> set[int]:
     }
 
 
-def check_characters(what: str, characters: int, window: int | None) -> None:
+def check_text_length(what: str, characters: int, window: int | None) -> None:
     """Raise ConfigError if so many characters are far beyond a model's window (in tokens; None means no limit)."""
     if window is not None and characters > window * _CHARACTERS_PER_TOKEN:
         raise ConfigError(
@@ -47,12 +47,12 @@ def check_characters(what: str, characters: int, window: int | None) -> None:
         )
 
 
-def whole_characters(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return a text with U+FFFD for each lone surrogate (half of a cut emoji), because tokenizers refuse surrogates."""
     return _SURROGATES.sub("\ufffd", text)
 
 
-def bos_id(tokenizer: Any) -> int | None:
+def bos_token_id(tokenizer: Any) -> int | None:
     """Return the id of the BOS token that the tokenizer puts before a text, or None if it puts none."""
     ids: list[int] = tokenizer("", verbose=False)["input_ids"]
     return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
@@ -60,14 +60,14 @@ def bos_id(tokenizer: Any) -> int | None:
 
 def text_parts(tokenizer: Any, text: str) -> list[str]:
     """Cut a text into parts (mostly one) in which the tokenizer finds no control token; joined, they are the text."""
-    return [part for part, _ in _tokenized(tokenizer, whole_characters(text), control_ids(tokenizer))]
+    return [part for part, _ in _tokenized(tokenizer, replace_surrogates(text), control_token_ids(tokenizer))]
 
 
 def between_controls(tokenizer: Any, text: str) -> list[tuple[str, TextTokens]]:
     """Return the parts of a text (mostly one) between the control tokens that it spells, each with its tokens."""
-    text = whole_characters(text)
+    text = replace_surrogates(text)
     tokens = _encoded(tokenizer, text)
-    spans = _control_spans(tokenizer, text, tokens, control_ids(tokenizer))
+    spans = _control_spans(tokenizer, text, tokens, control_token_ids(tokenizer))
     if not spans:
         return [(text, tokens)]
     bounds = [0, *(place for span in spans for place in span), len(text)]
@@ -80,7 +80,7 @@ def text_tokens(tokenizer: Any, text: str) -> TextTokens:
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     start = 0
-    for part, tokens in _tokenized(tokenizer, whole_characters(text), control_ids(tokenizer)):
+    for part, tokens in _tokenized(tokenizer, replace_surrogates(text), control_token_ids(tokenizer)):
         ids += tokens.ids
         offsets += [(start + a, start + b) for a, b in tokens.offsets]
         start += len(part)

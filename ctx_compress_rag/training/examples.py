@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, text_examples, without_long
+from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, text_examples, without_long_passages
 from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.data.mixing import mix
+from ctx_compress_rag.data.mixing import mix_examples
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.training.config import DataConfig, Recipe
 
@@ -20,13 +20,14 @@ def load_training_examples(recipe: Recipe) -> list[Example]:
     """
     data, held_out = recipe.data, _held_out(recipe.data)
     files = [
-        held_out.without(without_long(read_jsonl(file, data.max_turns), data.most_words), file) for file in data.files
+        held_out.without(without_long_passages(read_jsonl(file, data.max_turns), data.most_words), file)
+        for file in data.files
     ]
     if not recipe.repeats_texts or not files:
         files += _texts(data, held_out)
     seed = data.part.seed if data.part else recipe.seed
     if data.mix:
-        examples = mix(files, data.mix, seed, recipe.optim.batch_size)
+        examples = mix_examples(files, data.mix, seed, recipe.optim.batch_size)
     else:
         examples = [example for file in files for example in file]
         random.Random(seed).shuffle(examples)  # files are mixed, as the paper mixes its datasets

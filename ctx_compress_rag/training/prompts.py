@@ -13,7 +13,7 @@ from torch import Tensor
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.text.chat import PromptTokenizer, answer_ids, chat_text
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, messages
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, question_messages
 from ctx_compress_rag.text.tokenizing import text_ids
 
 
@@ -73,13 +73,13 @@ class TrainingPromptBuilder:
     def _turn_texts(self, example: Example, template: str, context: str) -> list[str]:
         """Return the prompt text before each answer; turns after the first are plain questions."""
         as_text = self._prompt_tokenizer.as_text
-        first = messages(template, as_text(context), as_text(example.turns[0].question))
+        first = question_messages(template, as_text(context), as_text(example.turns[0].question))
         later = [self._later_turn(first, as_text(turn.question)) for turn in example.turns[1:]]
         return [chat_text(self.tokenizer, first), *later]
 
     def _later_turn(self, first: list[dict[str, str]], question: str) -> str:
         """Return the chat format's text between an answer and the next one, without the first answer's end token."""
-        asked = messages("{question}", "", question)
+        asked = question_messages("{question}", "", question)
         if getattr(self.tokenizer, "chat_template", None):
             chat = [*first, {"role": "assistant", "content": self._ANSWER}, *asked]
             _, found, text = chat_text(self.tokenizer, chat).rpartition(self._ANSWER)

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.strict import any_of, explain
+from ctx_compress_rag.strict import any_of, explain_validation_error
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import TrainingJob
 
@@ -74,5 +74,5 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
     try:
         recipe: BaseRecipe = any_of(tuple(cls for cls, _ in STAGES.values()), "stage").validate_python(settings)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {explain(error)}") from None
+        raise ConfigError(f"{where}: {explain_validation_error(error)}") from None
     return recipe

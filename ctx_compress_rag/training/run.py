@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.errors import ConfigError, TimeUpError
-from ctx_compress_rag.models.identity import sha256
+from ctx_compress_rag.models.identity import file_sha256
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import train_job, training_processes
 from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints, write_errors_named, write_json
@@ -169,14 +169,16 @@ def _file_digests(recipe: BaseRecipe) -> dict[str, str]:
     models = {getattr(recipe, key, None) for key in ("decoder", "bundle")}
     paths = {*_inputs(recipe), *(Path(name) for name in models if isinstance(name, str))}
     return {
-        str(path): sha256(path) if path.is_file() else folder_weights_digest(path) for path in paths if path.exists()
+        str(path): file_sha256(path) if path.is_file() else folder_weights_digest(path)
+        for path in paths
+        if path.exists()
     }
 
 
 def folder_weights_digest(folder: Path) -> str:
     """Return the SHA-256 of the weights in the folder of a decoder, an adapter or a bundle: 64 hex digits."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
-    return hashlib.sha256(" ".join(f"{file.name} {sha256(file)}" for file in files).encode()).hexdigest()
+    return hashlib.sha256(" ".join(f"{file.name} {file_sha256(file)}" for file in files).encode()).hexdigest()
 
 
 def _changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:

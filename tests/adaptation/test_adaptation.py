@@ -23,7 +23,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import answer_ids, chat_text
-from ctx_compress_rag.text.tokenizing import bos_id, text_ids
+from ctx_compress_rag.text.tokenizing import bos_token_id, text_ids
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
 from helpers.decoding import by_transformers
@@ -182,7 +182,7 @@ def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = None
     shown, asked = DEMONSTRATIONS[1], QUESTIONS[0]
-    bos = "" if bos_id(tokenizer) is None else tokenizer.bos_token
+    bos = "" if bos_token_id(tokenizer) is None else tokenizer.bos_token
     answered = {"role": "assistant", "content": shown.answer}
     text = chat_text(tokenizer, [*shown.chat(), answered, *asked.chat()])
     assert text == (

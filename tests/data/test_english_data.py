@@ -13,7 +13,7 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, read_jsonl, text_examples
 from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.data.mixing import mix
+from ctx_compress_rag.data.mixing import mix_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.examples import load_training_examples, load_training_texts
@@ -143,8 +143,12 @@ LONG = [Example((f"Long {i}. " + "word " * 60 + f"b{i}.",), (Turn(f"P{i}", (f"b{
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_prompts_hold_their_answers_or_say_that_they_do_not(seed: int) -> None:
     config = MixData(shortest=20, longest=40, passages=[1, 2, 4], near=0.5, unanswerable=0.3)
-    mixed = mix([SHORT, LONG], config, seed, block=8)
-    assert mixed == mix([SHORT, LONG], config, seed, block=8) != mix([SHORT, LONG], config, seed + 9, block=8)
+    mixed = mix_examples([SHORT, LONG], config, seed, block=8)
+    assert (
+        mixed
+        == mix_examples([SHORT, LONG], config, seed, block=8)
+        != mix_examples([SHORT, LONG], config, seed + 9, block=8)
+    )
     assert sorted(e.turns[0].question for e in mixed) == sorted(e.turns[0].question for e in SHORT + LONG)
     right = {e.turns[0].question: e for e in SHORT + LONG}
     declined = 0
@@ -166,7 +170,7 @@ def test_mixed_prompts_hold_their_answers_or_say_that_they_do_not(seed: int) -> 
 
 
 def test_without_settings_mixing_only_changes_the_order() -> None:
-    mixed = mix([SHORT, LONG], MixData(), 0, block=4)
+    mixed = mix_examples([SHORT, LONG], MixData(), 0, block=4)
     assert sorted(mixed, key=str) == sorted(SHORT + LONG, key=str)
     assert mixed != SHORT + LONG
     spans = [

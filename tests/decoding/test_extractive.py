@@ -20,7 +20,7 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.record import record_id
-from ctx_compress_rag.text.quoting import quotable, without_question
+from ctx_compress_rag.text.quoting import find_quotations, without_question
 from ctx_compress_rag.text.tokenizing import text_ids
 from helpers.decoding import PASSAGES, QUESTION, apart
 
@@ -83,7 +83,7 @@ def is_quotation(answer: str, text: str) -> bool:
 
 def test_whatever_the_scores_an_answer_is_a_quotation(tokenizer: Any) -> None:
     end, ways = tokenizer.eos_token_id, [[*TEXTS[:2], f"the </s>Elder{tokenizer.eos_token}"], TEXTS[2:]]
-    quotables = [quotable(texts, tokenizer) for texts in ways]
+    quotables = [find_quotations(texts, tokenizer) for texts in ways]
     seen: set[str] = set()
     for seed in range(600):
         chooser = torch.Generator().manual_seed(seed)
@@ -100,7 +100,7 @@ def test_whatever_the_scores_an_answer_is_a_quotation(tokenizer: Any) -> None:
 
 def test_every_run_of_words_can_be_an_answer(tokenizer: Any) -> None:
     """With the tokens that it has on its own, as an answer is trained to have them."""
-    chance, quotables = random.Random(0), quotable(TEXTS, tokenizer)
+    chance, quotables = random.Random(0), find_quotations(TEXTS, tokenizer)
     for text in TEXTS:
         words = list(WORD.finditer(text))
         for _ in range(30):

@@ -19,7 +19,7 @@ from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_bundle_conf
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.base.compressor import Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.methods.ram.segments import Segments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import gguf_file
@@ -121,7 +121,7 @@ def test_the_slots_of_a_passage_are_those_of_text_and_not_of_a_role(bundle: Bund
     for id, name in controls(bundle).items():
         letters = text_tokens(bundle.tokenizer, f"An old tower. {name}").ids
         [slots] = (soft.slots for soft in bundle.compress([f"An old tower. {name}"], 4))
-        [text] = bundle.compressor.compress([Tokenized("", letters)], 4, 64, 64)
+        [text] = bundle.compressor.compress([TokenizedPassage("", letters)], 4, 64, 64)
         assert id not in letters and torch.equal(slots, text.slots)
 
 

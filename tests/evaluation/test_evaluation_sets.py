@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.data.examples import Example, Turn, spread, write_jsonl
+from ctx_compress_rag.data.examples import Example, Turn, spread_examples, write_jsonl
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import harness
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers
@@ -82,5 +82,5 @@ def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path)
 
 def test_a_limit_spreads_over_the_file() -> None:
     questions = [Question((), str(i), ()) for i in range(100)]
-    assert [int(q.question) for q in spread(questions, 5)] == [0, 20, 40, 60, 80]
-    assert spread(questions, 200) == questions
+    assert [int(q.question) for q in spread_examples(questions, 5)] == [0, 20, 40, 60, 80]
+    assert spread_examples(questions, 200) == questions

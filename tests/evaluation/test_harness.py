@@ -26,7 +26,7 @@ from ctx_compress_rag.evaluation.harness import compared_systems, evaluate
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import load_embedder
-from ctx_compress_rag.text.templates import TEMPLATES, messages
+from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 
 QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))
 
@@ -67,7 +67,7 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
             DEFAULT: mark_texts(store, q.passages, ratio=8, question=q.question, scores=cosines),
         }
         for system, texts in chosen.items():
-            assert made[system] == messages(TEMPLATES[0], "\n\n".join(filter(None, texts)), q.question)
+            assert made[system] == question_messages(TEMPLATES[0], "\n\n".join(filter(None, texts)), q.question)
     assert next(stores, None) is None
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     assert compared_systems(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
+from ctx_compress_rag.methods.base.compressor import SlotBatch, pad_token_ids
 from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig
 from ctx_compress_rag.models.backbone import Backbone
 from helpers.methods import COMPREXIT
@@ -30,7 +30,7 @@ def comprexit_bundle(tokenizer: Any, seed: int = 0, **method: Any) -> Bundle:
 
 
 def encode(compressor: ComprexitCompressor, passages: Sequence[Sequence[int]], ratio: int) -> SlotBatch:
-    ids, mask = padded(passages, torch.device("cpu"))
+    ids, mask = pad_token_ids(passages, torch.device("cpu"))
     with torch.no_grad():
         return compressor.encode(ids, mask, [ratio])[ratio]
 

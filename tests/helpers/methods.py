@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.methods.base.compressor import TokenCompressor, Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenCompressor, TokenizedPassage
 from ctx_compress_rag.soft_context import SoftContext
 from helpers.sentences import DIM
 
@@ -69,4 +69,4 @@ def compress_ids(
     compressor: TokenCompressor, passages: Sequence[list[int]], ratio: int, window: int = 64, batch_tokens: int = 8192
 ) -> list[SoftContext]:
     """Compress passages given as token ids."""
-    return compressor.compress([Tokenized("", ids) for ids in passages], ratio, window, batch_tokens)
+    return compressor.compress([TokenizedPassage("", ids) for ids in passages], ratio, window, batch_tokens)

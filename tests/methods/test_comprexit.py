@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.methods.base.compressor import padded
+from ctx_compress_rag.methods.base.compressor import pad_token_ids
 from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig, sinkhorn
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
@@ -146,7 +146,7 @@ def test_the_plan_is_the_entropic_optimum(seed: int, rows: int, columns: int) ->
 
 def test_the_plan_is_in_full_precision_under_autocast(make: Callable[..., Bundle]) -> None:
     compressor = make().compressor
-    ids, mask = padded([some_ids(40)], torch.device("cpu"))
+    ids, mask = pad_token_ids([some_ids(40)], torch.device("cpu"))
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         anchors = compressor.anchors(compressor.hidden_states(ids))
         assert anchors.dtype == torch.bfloat16  # so there is something to guard against

@@ -15,7 +15,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.methods.base.compressor import Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers, checkpoint_layers
@@ -76,7 +76,9 @@ def test_a_saved_bundle_is_the_same(bundle: Bundle, tmp_path: Path) -> None:
 
 def test_a_batch_is_compressed_as_each_passage_alone_and_in_training_as_for_a_store(bundle: Bundle) -> None:
     """The last passage is longer than the window, which holds whole slots of the ratios."""
-    passages = [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES]
+    passages = [
+        TokenizedPassage(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES
+    ]
     assert len(passages[-1].ids) > bundle.config.max_tokens
     with torch.no_grad():
         batch = bundle.compressor(passages, ratios_of(bundle), bundle.config.max_tokens)

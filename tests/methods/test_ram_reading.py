@@ -25,7 +25,7 @@ from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.passage import content_id
 from ctx_compress_rag.store.transient import TransientParts
-from ctx_compress_rag.text.templates import TEMPLATES, messages
+from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.decoding import prefills
@@ -144,7 +144,7 @@ def test_training_and_asking_give_the_decoder_the_same(
                 objective(**RamCollator(objective.builder, [template], 512, seed=0, segment_tokens=4)([asked]))
             context = "\n\n".join(mark_texts(store, PASSAGES, ratio=ratio, question=QUESTION))
             with prefills(made.reader.own) as answered:
-                prompt = messages(template, context, QUESTION)
+                prompt = question_messages(template, context, QUESTION)
                 [done] = Decoder(made, store).generate([prompt], Sampling(max_tokens=1))
             answer = len(plain_ids(made, "Oda Brink<|end|>"))
             torch.testing.assert_close(trained[0][:-answer], answered[0], atol=1e-5, rtol=1e-5)

@@ -19,7 +19,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceEncoder, SentenceSlotsConfig
 from ctx_compress_rag.models.sentence_embedding import load_embedder
-from ctx_compress_rag.text.sentences import sentences, split
+from ctx_compress_rag.text.sentences import split_sentences, split_units
 from helpers.models import tiny_config
 from helpers.sentences import DIM, save_encoder, unigram
 
@@ -86,7 +86,7 @@ def test_every_token_and_character_is_in_one_unit(
     tokenizer = METASPACE if unigram else tiny_tokenizer
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assume(text.strip() and offsets)
-    units = split(text, tokenizer, limit, merge=merge)
+    units = split_units(text, tokenizer, limit, merge=merge)
     assert all(unit.text for unit in units)
     assert sum(unit.tokens for unit in units) == len(offsets)
     assert "".join("".join(unit.text for unit in units).split()) == "".join(text.split())
@@ -104,7 +104,7 @@ def test_every_token_and_character_is_in_one_unit(
 def test_a_units_tokens_are_those_of_its_text(tiny_tokenizer: Any, text: str, limit: int | None, merge: bool) -> None:
     """The passage's ids, cut by the counts and decoded, are the units' texts."""
     ids = ids_of(tiny_tokenizer, text)
-    for unit in split(text, tiny_tokenizer, limit, merge=merge):
+    for unit in split_units(text, tiny_tokenizer, limit, merge=merge):
         assert tiny_tokenizer.decode(ids[: unit.tokens]).strip() == unit.text
         ids = ids[unit.tokens :]
 
@@ -112,7 +112,7 @@ def test_a_units_tokens_are_those_of_its_text(tiny_tokenizer: Any, text: str, li
 @once
 @given(ASCII, st.integers(1, 24))
 def test_sentences_are_cut_between_words_and_merged_while_they_fit(tiny_tokenizer: Any, text: str, limit: int) -> None:
-    parts = split(text, tiny_tokenizer, limit, merge=False)
+    parts = split_units(text, tiny_tokenizer, limit, merge=False)
     left = [unit.text for unit in parts if unit.text]
     for sentence in (s.strip() for s in segment("en", text) if s.strip()):
         at = 0
@@ -123,7 +123,7 @@ def test_sentences_are_cut_between_words_and_merged_while_they_fit(tiny_tokenize
                 spaced = re.findall(rf"{word}\s*", text)
                 assert max(len(ids_of(tiny_tokenizer, f" {piece}")) for piece in spaced) > limit
     assert left == []
-    merged = split(text, tiny_tokenizer, limit, merge=True)
+    merged = split_units(text, tiny_tokenizer, limit, merge=True)
     assert all(a.tokens + b.tokens > limit for a, b in pairwise(merged))
     assert len(merged) <= len(parts)
 
@@ -134,10 +134,10 @@ def test_sentences_are_cut_between_words_and_merged_while_they_fit(tiny_tokenize
 def test_sentences_are_the_splitters(tiny_tokenizer: Any, text: str) -> None:
     plain = "".join(" " if c in "\u00a0\u0085" else c for c in text)
     expected = [s.strip() for s in segment("en", plain) if s.strip()]
-    assert "".join(sentences(text)) == text
+    assert "".join(split_sentences(text)) == text
     assert [
         unit.text.replace("\u00a0", " ").replace("\u0085", " ")
-        for unit in split(text, tiny_tokenizer, None, merge=False)
+        for unit in split_units(text, tiny_tokenizer, None, merge=False)
     ] == expected
 
 
@@ -145,8 +145,8 @@ def test_long_sentences_are_cut_into_like_parts(tiny_tokenizer: Any) -> None:
     """Section 4.10: half a sentence to a slot. Words here are one token each."""
     word = " a"
     assert len(ids_of(tiny_tokenizer, word * 20)) == 20
-    assert [u.tokens for u in split(word * 20, tiny_tokenizer, 19, merge=True)] == [10, 10]
-    assert [u.tokens for u in split(word * 20, tiny_tokenizer, 7, merge=False)] == [7, 7, 6]
+    assert [u.tokens for u in split_units(word * 20, tiny_tokenizer, 19, merge=True)] == [10, 10]
+    assert [u.tokens for u in split_units(word * 20, tiny_tokenizer, 7, merge=False)] == [7, 7, 6]
 
 
 @pytest.mark.parametrize("unit", ["sentence", "passage", "tokens"])

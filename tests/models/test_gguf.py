@@ -20,7 +20,7 @@ from ctx_compress_rag.errors import BundleError, MissingExtraError
 from ctx_compress_rag.models import gguf as gguf_module
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
-from ctx_compress_rag.models.identity import digest_in_memory, sha256
+from ctx_compress_rag.models.identity import decoder_digest_in_memory, file_sha256
 from ctx_compress_rag.models.loading import load_decoder
 from helpers.gguf import write_gguf
 from helpers.models import tiny_config, tiny_llama
@@ -118,7 +118,7 @@ def test_it_is_unpacked_once_and_kept_whole(
     assert first.config.to_dict() == second.config.to_dict()
     assert first.generation_config.to_dict() == second.generation_config.to_dict()
     assert tokenizer.backend_tokenizer.to_str() == again.backend_tokenizer.to_str()
-    assert digest_in_memory(first, tokenizer) == digest_in_memory(second, again)
+    assert decoder_digest_in_memory(first, tokenizer) == decoder_digest_in_memory(second, again)
     for mine, theirs in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
     assert len(list(cache.rglob("model.safetensors"))) == len(list(cache.glob("*/*/*/*"))) == 1
@@ -245,7 +245,7 @@ def test_a_damaged_or_missing_file_is_refused(file: Path, kept: int) -> None:
 
 
 def test_another_file_than_the_one_asked_for_is_refused(file: Path) -> None:
-    expected = sha256(file)
+    expected = file_sha256(file)
     assert load_decoder(local(file, sha256=expected), device="cpu")
     change(file)
     os.utime(file, ns=(1, 1))  # as if a coarse clock had not moved on
@@ -260,12 +260,12 @@ def test_a_bundle_remembers_which_file_it_was_made_for(written: tuple[Path, Any]
     bundle.save_pretrained(tmp_path / "bundle")
     assert not (tmp_path / "bundle" / "decoder").exists()
     loaded = Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
-    assert loaded.config.decoder == local(written[0], sha256=sha256(written[0]))
+    assert loaded.config.decoder == local(written[0], sha256=file_sha256(written[0]))
     assert loaded.fingerprint == bundle.fingerprint
     assert torch.equal(loaded.compress([TEXT])[0].slots, bundle.compress([TEXT])[0].slots)
 
     moved = Bundle.from_pretrained(
-        tmp_path / "bundle", device="cpu", changes={"decoder": local(file, sha256=sha256(file))}
+        tmp_path / "bundle", device="cpu", changes={"decoder": local(file, sha256=file_sha256(file))}
     )
     assert moved.fingerprint == bundle.fingerprint, "the same file elsewhere is the same decoder"
     change(file)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ctx_compress_rag.models.int8 import from_int8, to_int8
+from ctx_compress_rag.models.int8 import weights_from_int8, weights_to_int8
 
 
 def test_eight_bits_are_within_half_a_step() -> None:
@@ -13,9 +13,9 @@ def test_eight_bits_are_within_half_a_step() -> None:
         "vector": torch.randn(64, generator=generator),
         "small": torch.randn(3, 4, generator=generator),
     }
-    stored = to_int8(state)
+    stored = weights_to_int8(state)
     assert stored["matrix"].dtype == torch.int8 and stored["vector"].dtype == stored["small"].dtype == torch.float16
-    back = from_int8(stored)
+    back = weights_from_int8(stored)
     assert back.keys() == state.keys()
     step = state["matrix"].abs().amax(dim=1, keepdim=True) / 127
     # Half a step, a scale rounded to 11 bits, and the result rounded so, too.
@@ -27,10 +27,10 @@ def test_eight_bits_are_within_half_a_step() -> None:
 def test_a_matrix_that_eight_bits_would_spoil_stays_in_half_precision() -> None:
     """Near the identity, as a reader's map is: a step of the diagonal is more than most other entries."""
     noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 0.003
-    stored = to_int8({"near": torch.eye(128) + noise, "noise": noise})
+    stored = weights_to_int8({"near": torch.eye(128) + noise, "noise": noise})
     assert {name: value.dtype for name, value in stored.items() if "scale" not in name} == {
         "near": torch.float16,
         "noise": torch.int8,
     }
-    back = from_int8(stored)
+    back = weights_from_int8(stored)
     assert torch.linalg.norm(back["near"] - torch.eye(128) - noise) < 0.05 * torch.linalg.norm(noise)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ctx_compress_rag.models.transformers_internals import cut_cache, join_cache
+from ctx_compress_rag.models.transformers_internals import cut_kv_cache, join_kv_caches
 
 
 def cache_of(rows: int, length: int, heads: int = 2) -> DynamicCache:
@@ -23,6 +23,6 @@ def test_a_join_that_fails_half_way_is_undone() -> None:
     cache, unfit = cache_of(2, 3), cache_of(1, 5, heads=3)  # its second layer does not fit
     old = tensors(cache)
     with pytest.raises(RuntimeError):
-        join_cache(cache, unfit, 5)
-    cut_cache(cache, slice(2), -3)
+        join_kv_caches(cache, unfit, 5)
+    cut_kv_cache(cache, slice(2), -3)
     assert all(torch.equal(now, one) for now, one in zip(tensors(cache), old, strict=True))

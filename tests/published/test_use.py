@@ -21,7 +21,7 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.methods.base.compressor import Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from helpers.published import CHECKPOINTS, FIRST, TEXTS, imported
@@ -54,7 +54,9 @@ def test_a_batch_and_a_training_step_have_the_slots_of_each_passage_alone(bundle
     together = bundle.compress(PASSAGES)
     for soft, text in zip(together, PASSAGES, strict=True):
         torch.testing.assert_close(soft.slots, bundle.compress([text])[0].slots, atol=1e-4, rtol=1e-4)
-    passages = [Tokenized(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES]
+    passages = [
+        TokenizedPassage(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES
+    ]
     ratio = bundle.config.base_ratio
     with torch.no_grad():
         batch = bundle.compressor(passages, [ratio], bundle.config.max_tokens)[ratio]
@@ -151,7 +153,7 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
     """A step of gradient descent on an answer's likelihood moves the method's own weights, and not the decoder's."""
     bundle = imported(name, tmp_path / "bundle")
     trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
-    passage = Tokenized(PASSAGES[0], bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"])
+    passage = TokenizedPassage(PASSAGES[0], bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"])
     ratio = bundle.config.base_ratio
     [soft] = bundle.compressor([passage], [ratio], bundle.config.max_tokens)[ratio].rows()
     inputs = bundle.reader(soft.slots, soft.token_counts).unsqueeze(0)

@@ -15,7 +15,7 @@ from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.guard import ServerLimits
-from ctx_compress_rag.text.templates import messages
+from ctx_compress_rag.text.templates import question_messages
 from helpers.serving import ANNA, client, directly, listening, post
 
 QUESTION = "Who kept bees in Pellmouth?"
@@ -46,7 +46,7 @@ def test_a_question_alone_is_answered_from_its_sources(
     url, quoted = asked
     [hits] = opened.search([QUESTION], 2)
     shown = "\n\n".join(opened.store.marker(hit.id, opened.store.base_ratio, "anna") for hit in hits)
-    expected = directly(answering, messages(opened.bundle.config.template, shown, QUESTION), extractive=quoted)
+    expected = directly(answering, question_messages(opened.bundle.config.template, shown, QUESTION), extractive=quoted)
     assert expected.slots > 0
     chat: list[Any] = [{"role": "user", "content": QUESTION}]
     reply = client(url).chat.completions.create(model="tiny", messages=chat)
@@ -59,7 +59,7 @@ def test_a_question_alone_is_answered_from_its_sources(
     assert (first.model_extra or {})["sources"] == sources and not any("sources" in (c.model_extra or {}) for c in rest)
     assert "".join(c.choices[0].delta.content or "" for c in (first, *rest)) == expected.text
     free = client(url).chat.completions.create(model="tiny", messages=chat, extra_body={"extractive": False})
-    own = directly(answering, messages(opened.bundle.config.template, shown, QUESTION))
+    own = directly(answering, question_messages(opened.bundle.config.template, shown, QUESTION))
     assert free.choices[0].message.content == own.text
 
 

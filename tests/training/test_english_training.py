@@ -17,7 +17,7 @@ from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.text.templates import messages
+from ctx_compress_rag.text.templates import question_messages
 from ctx_compress_rag.training.engine.loop import count_batch_tokens, speed_report
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, passage_token_shares
 from ctx_compress_rag.training.run import run_recipe
@@ -114,5 +114,5 @@ def test_passages_share_what_others_leave(lengths: list[int], total: int) -> Non
 
 
 def test_a_question_that_names_a_place_is_left_as_it_is() -> None:
-    [message] = messages("{context}\n{question}", "a {question} b", "What is {context}?")
+    [message] = question_messages("{context}\n{question}", "a {question} b", "What is {context}?")
     assert message["content"] == "a {question} b\nWhat is {context}?"

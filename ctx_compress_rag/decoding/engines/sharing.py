@@ -21,7 +21,7 @@ from ctx_compress_rag.decoding.engines.merging import merged_model
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest
 from ctx_compress_rag.decoding.splice import open_decoder_model, splice_prompts
 from ctx_compress_rag.errors import DecoderMemoryError
-from ctx_compress_rag.models.transformers_internals import cache_name, cut_cache, join_cache, left_padded
+from ctx_compress_rag.models.transformers_internals import cache_argument, cut_kv_cache, join_kv_caches, pad_left
 from ctx_compress_rag.prompt import Prompt
 
 _PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
@@ -99,7 +99,7 @@ class DecodingBatch(DecodingGroup):
             # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
             # The mask hides what is outside a window.
             cache: Any = DynamicCache()
-            own = {cache_name(model): cache}
+            own = {cache_argument(model): cache}
             out = model(**batch.model_inputs(), **own, use_cache=True, logits_to_keep=1)
         self._merge(cache, batch.attention_mask)
         scores: Tensor = out.logits[:, -1]
@@ -110,7 +110,7 @@ class DecodingBatch(DecodingGroup):
         """Run one pass, which gives each row a token; rows that have ended or were canceled leave."""
         places, ids = torch.tensor([row.last for row in self.rows], device=self._mask.device).T.unsqueeze(-1)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
-        own = {cache_name(model): self._cache}
+        own = {cache_argument(model): self._cache}
         out = model(input_ids=ids, attention_mask=self._mask, position_ids=places, **own, use_cache=True)
         self._take(out.logits[:, -1], 0)
 
@@ -128,7 +128,7 @@ class DecodingBatch(DecodingGroup):
         mask = self._mask[rows]
         unused = int(mask.argmax(1).min())  # padding that only the rows that left needed
         self._mask = mask[:, unused:]
-        cut_cache(self._cache, rows, unused)
+        cut_kv_cache(self._cache, rows, unused)
 
     def _merge(self, cache: Any, mask: Tensor) -> None:
         if not self.rows:
@@ -137,11 +137,11 @@ class DecodingBatch(DecodingGroup):
         rows, own = self._mask.shape
         length = max(mask.shape[1], own)
         try:
-            merged = torch.cat([left_padded(self._mask, length, 1), left_padded(mask, length, 1)])
-            join_cache(self._cache, cache, length)
+            merged = torch.cat([pad_left(self._mask, length, 1), pad_left(mask, length, 1)])
+            join_kv_caches(self._cache, cache, length)
         except BaseException:
             # Memory ran out half way: the rows that were here continue with what they had.
-            cut_cache(self._cache, slice(rows), -own)
+            cut_kv_cache(self._cache, slice(rows), -own)
             raise
         self._mask = merged
 

@@ -21,7 +21,7 @@ from ctx_compress_rag.decoding.engines.sharing import DecodingBatch, LocalModel,
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.transformers_internals import can_share
+from ctx_compress_rag.models.transformers_internals import can_share_cache
 from ctx_compress_rag.prompt import Prompt
 
 _SCHEDULERS: WeakKeyDictionary[Backbone, DecodingScheduler] = WeakKeyDictionary()
@@ -62,7 +62,7 @@ class TransformersEngine:
             requests.append(DecodingRequest(model, prompt, answering, put, canceled, self.batch_size))
         if backbone.lock.held:  # another thread would wait for this one forever
             _answer_alone(requests)
-        elif can_share(backbone.model):
+        elif can_share_cache(backbone.model):
             with _MAKING:
                 scheduler = _SCHEDULERS.setdefault(backbone, DecodingScheduler(DecodingBatch))
             scheduler.add(sorted(requests, key=lambda each: (each.prompt.soft, each.prompt.length)))

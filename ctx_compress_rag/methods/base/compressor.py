@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import Part, linear_layers, train_copy
+from ctx_compress_rag.methods.base.part import MethodPart, linear_layers, train_decoder_copy
 from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.models.backbone import Backbone, decoder_layers
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.tokenizing import bos_id
+from ctx_compress_rag.text.tokenizing import bos_token_id
 
 
 class SlotBatch(NamedTuple):
@@ -52,7 +52,7 @@ class SlotBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tokenized:
+class TokenizedPassage:
     """A passage's text and its token ids in the decoder's tokenizer, without special tokens."""
 
     text: str
@@ -63,7 +63,7 @@ class Tokenized:
         return len(self.ids)
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_token_ids(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad token ids on the right; return ids and mask (int64, 0 at padding), both of shape (rows, length)."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
@@ -71,7 +71,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
     return ids, (torch.arange(ids.shape[1], device=device) < lengths.unsqueeze(1)).long()
 
 
-class Compressor(Part, PassageRenderer):
+class Compressor(MethodPart, PassageRenderer):
     """The base class of compressors, which turn passages into slots.
 
     Attributes:
@@ -88,11 +88,15 @@ class Compressor(Part, PassageRenderer):
         """Write the method's own files, other than tensors, into the bundle's folder."""
 
     @abstractmethod
-    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
+    def forward(
+        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
+    ) -> Mapping[int, SlotBatch]:
         """Compress a training batch at each ratio, with gradients, in the same windows as `compress`."""
 
     @abstractmethod
-    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
+    def compress(
+        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
+    ) -> list[SoftContext]:
         """Compress passages of any length for a store.
 
         Args:
@@ -112,7 +116,7 @@ class TokenCompressor(Compressor):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__(backbone)
-        self._bos = bos_id(backbone.tokenizer)
+        self._bos = bos_token_id(backbone.tokenizer)
 
     def behind_bos(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
         """Put the BOS, if there is one, before right-padded texts; return ids, mask and the BOS's length (0 or 1)."""
@@ -124,29 +128,33 @@ class TokenCompressor(Compressor):
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
         """Compress right-padded passages at each ratio; ids and mask have shape (batch, length)."""
 
-    def forward(self, passages: Sequence[Tokenized], ratios: Sequence[int], window: int) -> Mapping[int, SlotBatch]:
-        owners, pieces = windows([passage.ids for passage in passages], window)
-        done = self.encode(*padded(pieces, self.backbone.device), ratios)
-        return {ratio: SlotBatch.of(joined(owners, batch.rows())) for ratio, batch in done.items()}
+    def forward(
+        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
+    ) -> Mapping[int, SlotBatch]:
+        owners, pieces = token_windows([passage.ids for passage in passages], window)
+        done = self.encode(*pad_token_ids(pieces, self.backbone.device), ratios)
+        return {ratio: SlotBatch.of(join_slots(owners, batch.rows())) for ratio, batch in done.items()}
 
     @torch.inference_mode()
-    def compress(self, passages: Sequence[Tokenized], ratio: int, window: int, batch_tokens: int) -> list[SoftContext]:
-        owners, pieces = windows([passage.ids for passage in passages], window)
+    def compress(
+        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
+    ) -> list[SoftContext]:
+        owners, pieces = token_windows([passage.ids for passage in passages], window)
 
         def rows(batch: list[int]) -> list[SoftContext]:
-            compressed = self.encode(*padded([pieces[i] for i in batch], self.backbone.device), [ratio])[ratio]
+            compressed = self.encode(*pad_token_ids([pieces[i] for i in batch], self.backbone.device), [ratio])[ratio]
             return SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
 
-        return in_batches(owners, [len(ids) for ids in pieces], batch_tokens, rows)
+        return encode_in_batches(owners, [len(ids) for ids in pieces], batch_tokens, rows)
 
 
-def windows(passages: Sequence[Sequence[int]], window: int) -> tuple[list[int], list[Sequence[int]]]:
+def token_windows(passages: Sequence[Sequence[int]], window: int) -> tuple[list[int], list[Sequence[int]]]:
     """Cut passages into pieces of at most `window` tokens; return the passage index of each piece, and the pieces."""
     starts = [(i, start) for i, ids in enumerate(passages) for start in range(0, max(1, len(ids)), window)]
     return [i for i, _ in starts], [passages[i][start : start + window] for i, start in starts]
 
 
-def joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
+def join_slots(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
     """Join the slots of consecutive pieces of one passage; `passages` has the passage index of each piece."""
     return [
         SoftContext(torch.cat([piece.slots for _, piece in own]), torch.cat([piece.token_counts for _, piece in own]))
@@ -155,7 +163,7 @@ def joined(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftC
     ]
 
 
-def in_batches(
+def encode_in_batches(
     passages: Sequence[int],
     lengths: Sequence[int],
     batch_tokens: int,
@@ -174,7 +182,7 @@ def in_batches(
         else:
             made.append([i])
     done = {i: soft for batch in made for i, soft in zip(batch, encode(batch), strict=True)}
-    return joined(passages, [done[i] for i in range(len(lengths))])
+    return join_slots(passages, [done[i] for i in range(len(lengths))])
 
 
 class TrunkCompressor(Compressor):
@@ -229,7 +237,7 @@ class TrunkCompressor(Compressor):
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make the encoder and the method's own weights trainable, as `tune` says, and return them."""
         if self.encoder is not None:
-            encoder = train_copy(self.encoder)
+            encoder = train_decoder_copy(self.encoder)
         else:
             encoder = self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
         own = [p.requires_grad_(True) for name, p in self.named_parameters() if not name.startswith("encoder.")]

@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.models.backbone import Backbone
 
 
-class Part(nn.Module, ABC):
+class MethodPart(nn.Module, ABC):
     """One of the two parts of a method, compressor or reader, made for one decoder and saved separately from it.
 
     Attributes:
@@ -62,7 +62,7 @@ def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name.removesuffix(".base_layer"), layer
 
 
-def train_copy(model: nn.Module) -> list[nn.Parameter]:
+def train_decoder_copy(model: nn.Module) -> list[nn.Parameter]:
     """Make a copy of the decoder trainable, except for the shared embeddings; return the trainable parameters.
 
     If the decoder's head is tied to its embeddings, the head is also shared, and frozen.

@@ -68,7 +68,7 @@ class TwoLayerMap(nn.Module):
         return mapped
 
 
-class Wrap(nn.Module):
+class SlotWrap(nn.Module):
     """Learned vectors around the slots of a passage, the same for every passage.
 
     Vectors, unlike tokens of the prompt, surround a passage wherever it stands, and need no new tokens.

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ctx_compress_rag.methods.base.config import TuneConfig, WrapConfig, lora_config
-from ctx_compress_rag.methods.base.part import Part, train_copy
-from ctx_compress_rag.methods.base.projections import LinearMap, TwoLayerMap, Wrap
+from ctx_compress_rag.methods.base.part import MethodPart, train_decoder_copy
+from ctx_compress_rag.methods.base.projections import LinearMap, SlotWrap, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 
 
-class Reader(Part):
+class Reader(MethodPart):
     """A reader: it maps stored slots for the decoder, which reads them with LoRA, as a trained copy, or frozen.
 
     Args:
@@ -36,7 +36,7 @@ class Reader(Part):
         super().__init__(backbone)
         self.tune = tune
         self.projection = projection
-        self.wrap = Wrap(wrap, backbone.dim) if wrap else None
+        self.wrap = SlotWrap(wrap, backbone.dim) if wrap else None
         self.own: nn.Module | None = None
         if tune.mode == "lora":
             backbone.add_adapter(self.side, lambda: lora_config(tune))
@@ -58,7 +58,7 @@ class Reader(Part):
             for parameter in part.requires_grad_(True).parameters()
         ]
         if self.own is not None:
-            return trained + train_copy(self.own)
+            return trained + train_decoder_copy(self.own)
         return trained + (self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else [])
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:

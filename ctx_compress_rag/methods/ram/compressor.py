@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, padded
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, pad_token_ids
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.rendering import TransientPart
-from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
+from ctx_compress_rag.methods.ram.segments import Segments, passages_with_holes, segment_runs, slots_of_runs
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.text.tokenizing import check_characters, text_ids
+from ctx_compress_rag.text.tokenizing import check_text_length, text_ids
 
 if TYPE_CHECKING:
     from ctx_compress_rag.store import SoftContextStore
@@ -119,7 +119,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         reduction = min(store.bundle.config.ratios) if ratio is None else ratio
         counts = torch.tensor([count for passage in passages for count in passage.token_counts])
         kept = self.choose(asked.cpu(), represented, counts, reduction)
-        layouts = layout(passages, kept)
+        layouts = segment_runs(passages, kept)
         runs = [(passage, run) for passage, own in zip(passages, layouts, strict=True) for run in own if not run.kept]
         segments = [segment for passage, run in runs for segment in passage.ids[run.start : run.end]]
         vectors = self.skim(segments, asked, _TOKENS_PER_BATCH)
@@ -130,7 +130,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
             )
             for (passage, run), soft in zip(runs, softs, strict=True)
         ]
-        return with_holes(passages, layouts, iter(store.transient_markers(parts, scope)))
+        return passages_with_holes(passages, layouts, iter(store.transient_markers(parts, scope)))
 
     def _checked(self, question: str | None) -> tuple[str, list[int]]:
         """Return the question and its token ids; raise a ConfigError if the model cannot read the question."""
@@ -141,7 +141,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
                 "ContextualCompressionRetriever does), as query_bundle or query_str (LlamaIndex), or as question= of "
                 "mark"
             )
-        check_characters("the question", len(question), window)
+        check_text_length("the question", len(question), window)
         ids = text_ids(self.backbone.tokenizer, question)
         if not ids:
             raise ConfigError(f"the question {question!r} has no tokens: ask something")
@@ -200,7 +200,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         """
         size = self.config.segment_tokens
         k = int(counts.sum()) // (reduction * size) if self.config.close_reading else 0
-        order = relevance(question, segments).argsort(descending=True, stable=True)
+        order = segment_relevance(question, segments).argsort(descending=True, stable=True)
         kept = torch.zeros_like(counts, dtype=torch.bool)
         kept[order] = counts[order].cumsum(0) <= k * size
         chosen: list[bool] = kept.tolist()
@@ -215,12 +215,12 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
             return hidden.new_zeros(0, self.dim)
         if self.config.skimming == "average":
             return segment_means(hidden, attention_mask)
-        return skimmed(hidden, attention_mask, question)
+        return skimmed_slots(hidden, attention_mask, question)
 
     @torch.inference_mode()
     def question(self, ids: Sequence[int]) -> Tensor:
         """Return r_q, the representation of a question with these token ids: (dim,)."""
-        input_ids, mask = padded([ids], self.backbone.device)
+        input_ids, mask = pad_token_ids([ids], self.backbone.device)
         return segment_means(self.read(input_ids, mask), mask)[0]
 
     @torch.inference_mode()
@@ -232,7 +232,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         done = [torch.zeros(0, self.dim)]
         rows = max(1, batch_tokens // self.config.segment_tokens)
         for start in range(0, len(segments) if self.config.skimming != "none" else 0, rows):
-            ids, mask = padded(segments[start : start + rows], self.backbone.device)
+            ids, mask = pad_token_ids(segments[start : start + rows], self.backbone.device)
             done.append(self.condense(self.read(ids, mask), mask, question).cpu())
         return torch.cat(done)
 
@@ -246,7 +246,7 @@ def segment_means(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def relevance(question: Tensor, segments: Tensor) -> Tensor:
+def segment_relevance(question: Tensor, segments: Tensor) -> Tensor:
     """Return the cosine of the question and each segment (eq. 8; see `RamCompressor.choose` on eq. 2).
 
     Shape: (dim,), (segments, dim) -> (segments,)
@@ -254,7 +254,7 @@ def relevance(question: Tensor, segments: Tensor) -> Tensor:
     return F.cosine_similarity(question.unsqueeze(0), segments, dim=-1)
 
 
-def skimmed(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
+def skimmed_slots(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
     """Return the sum of each segment's hidden states, weighted by the softmax of their cosine with r_q (eq. 4).
 
     Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim)

@@ -22,7 +22,7 @@ _SPACED_LETTER = rf"[^\W{_UNSPACED}]"
 
 
 @dataclass(frozen=True)
-class Run:
+class SegmentRun:
     """Neighboring segments, from `start` to `end` (exclusive), that are all `kept` as text or all skimmed."""
 
     kept: bool
@@ -67,11 +67,11 @@ class Segments:
     def token_counts(self) -> list[int]:
         return [len(ids) for ids in self.ids]
 
-    def span(self, run: Run) -> tuple[int, int]:
+    def span(self, run: SegmentRun) -> tuple[int, int]:
         """Return where the text of a run begins and ends in the passage."""
         return self.bounds[run.start], self.bounds[run.end]
 
-    def text_of(self, run: Run) -> str:
+    def text_of(self, run: SegmentRun) -> str:
         return self.text[slice(*self.span(run))]
 
     def holding(self, answers: Sequence[str]) -> list[bool]:
@@ -90,19 +90,19 @@ class Segments:
         return [any(a < end and start < b for a, b in spans) for start, end in pairwise(self.bounds)]
 
 
-def layout(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[Run]]:
+def segment_runs(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[SegmentRun]]:
     """Return the runs of each passage of a prompt, in order (eq. 6); `kept` says for all segments which stay text."""
-    done: list[list[Run]] = []
+    done: list[list[SegmentRun]] = []
     start = 0
     for passage in passages:
         fates = kept[start : start + len(passage.ids)]
         groups = [(fate, list(members)) for fate, members in groupby(range(len(fates)), key=fates.__getitem__)]
-        done.append([Run(fate, members[0], members[-1] + 1) for fate, members in groups])
+        done.append([SegmentRun(fate, members[0], members[-1] + 1) for fate, members in groups])
         start += len(fates)
     return done
 
 
-def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Run]]) -> list[SoftContext]:
+def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[SegmentRun]]) -> list[SoftContext]:
     """Return the slots of each skimmed run, in order. They are all empty if skimmed segments are dropped.
 
     Shape: (skimmed segments, dim) or (0, dim), source tokens of each (skimmed segments,)
@@ -112,7 +112,9 @@ def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Ru
     return [SoftContext(slots, tokens) for slots, tokens in pairs]
 
 
-def with_holes(passages: Sequence[Segments], layouts: Sequence[Sequence[Run]], holes: Iterator[str]) -> list[str]:
+def passages_with_holes(
+    passages: Sequence[Segments], layouts: Sequence[Sequence[SegmentRun]], holes: Iterator[str]
+) -> list[str]:
     """Return each passage as a prompt shows it: kept runs as text, and the next of `holes` for each skimmed run."""
     return [
         "".join(passage.text_of(run) if run.kept else next(holes) for run in runs)

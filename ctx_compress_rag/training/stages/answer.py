@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.methods.base.compressor import Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.text.templates import PARAPHRASES, PASSAGE_SEPARATOR
-from ctx_compress_rag.text.tokenizing import bos_id, text_ids
+from ctx_compress_rag.text.tokenizing import bos_token_id, text_ids
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
@@ -62,7 +62,11 @@ class LikelihoodLoss(BatchMean, SlotObjective):
         return prompts.answer_tokens()
 
     def loss(  # type: ignore[override]
-        self, items: Tensor, passages: Sequence[Tokenized], prompts: TrainingBatch, text_prompts: Sequence[Prompt] = ()
+        self,
+        items: Tensor,
+        passages: Sequence[TokenizedPassage],
+        prompts: TrainingBatch,
+        text_prompts: Sequence[Prompt] = (),
     ) -> Tensor:
         targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
@@ -87,7 +91,7 @@ class AnswerCollator(ExampleCollator):
     recites: bool = False
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        passages: dict[str, Tokenized] = {}  # each once, also if examples share it
+        passages: dict[str, TokenizedPassage] = {}  # each once, also if examples share it
         prompts: list[PromptTemplate] = []
         text_prompts: list[Prompt] = []
         places: list[list[int]] = []
@@ -100,7 +104,7 @@ class AnswerCollator(ExampleCollator):
             if self.with_text:
                 text_prompts.append(self.builder.text_prompt(asked, template, texts))
             for text, ids in short:
-                passages.setdefault(text, Tokenized(text, ids.tolist()))
+                passages.setdefault(text, TokenizedPassage(text, ids.tolist()))
             places.append([list(passages).index(text) for text in texts])
         return {
             "passages": list(passages.values()),
@@ -137,9 +141,9 @@ class NextTokenCollator:
     continuation_tokens: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        bos = bos_id(self.tokenizer)
+        bos = bos_token_id(self.tokenizer)
         before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
-        passages: dict[str, Tokenized] = {}
+        passages: dict[str, TokenizedPassage] = {}
         prompts: list[PromptTemplate] = []
         places: list[list[int]] = []
         for example in examples:
@@ -147,7 +151,7 @@ class NextTokenCollator:
             masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
             prompts.append(PromptTemplate((before, continuation), masks))
             text = self.tokenizer.decode(context)
-            passages.setdefault(text, Tokenized(text, context.tolist()))
+            passages.setdefault(text, TokenizedPassage(text, context.tolist()))
             places.append([list(passages).index(text)])
         return {"passages": list(passages.values()), "prompts": TrainingBatch(prompts, places)}
 

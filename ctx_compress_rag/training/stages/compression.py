@@ -22,7 +22,7 @@ from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.soft_context import check_window
+from ctx_compress_rag.soft_context import check_ratio_divides_window
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.config import Recipe
@@ -121,7 +121,7 @@ class CompressionRecipe(Recipe):
             self.method.check_ratios(self.base_ratio, self.ratios)
         # Training pools each of a passage's windows separately; a store merges slots across windows.
         for ratio in self.slot_ratios():
-            check_window(ratio, self.window)
+            check_ratio_divides_window(ratio, self.window)
         return self
 
     def slot_ratios(self) -> list[int]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.methods.base.compressor import Tokenized
+from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.engine.loop import BatchMean
 from ctx_compress_rag.training.examples import recitation_example
@@ -63,7 +63,7 @@ class DistillationLoss(BatchMean, SlotObjective):
     def loss(  # type: ignore[override]
         self,
         items: Tensor,
-        passages: Sequence[Tokenized],
+        passages: Sequence[TokenizedPassage],
         text_prompts: list[Prompt],
         prompts: TrainingBatch,
         repeats: TrainingBatch,

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.methods.base.compressor import SlotBatch, padded
-from ctx_compress_rag.methods.ram.compressor import RamCompressor, relevance, segment_means
-from ctx_compress_rag.methods.ram.segments import Segments, layout, slots_of_runs, with_holes
+from ctx_compress_rag.methods.base.compressor import SlotBatch, pad_token_ids
+from ctx_compress_rag.methods.ram.compressor import RamCompressor, segment_means, segment_relevance
+from ctx_compress_rag.methods.ram.segments import Segments, passages_with_holes, segment_runs, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.loop import BatchMean
@@ -104,12 +104,12 @@ class RamLoss(BatchMean, SlotObjective):
         return torch.tensor([float(len(rows))])
 
     def loss(self, items: Tensor, passages: list[Segments], rows: list[RamRow]) -> Tensor:  # type: ignore[override]
-        ids, mask = padded([ids for passage in passages for ids in passage.ids], self.bundle.backbone.device)
+        ids, mask = pad_token_ids([ids for passage in passages for ids in passage.ids], self.bundle.backbone.device)
         hidden = self.ram.read(ids, mask)
         means, counts = segment_means(hidden, mask), mask.sum(1)
         first = list(accumulate((len(passage.ids) for passage in passages), initial=0))
         prompts, softs, contrast = TrainingBatch([], []), list[SoftContext](), list[Tensor]()
-        question_ids, question_mask = padded([row.question for row in rows], self.bundle.backbone.device)
+        question_ids, question_mask = pad_token_ids([row.question for row in rows], self.bundle.backbone.device)
         questions = segment_means(self.ram.read(question_ids, question_mask), question_mask)  # r_q of each
         for row, question in zip(rows, questions, strict=True):
             own = [passages[p] for p in row.passages]
@@ -118,9 +118,9 @@ class RamLoss(BatchMean, SlotObjective):
             kept = self.ram.choose(question, means[places], counts[places], reduction)
             skimmed = [place for place, stays in zip(places, kept, strict=True) if not stays]
             vectors = self.ram.condense(hidden[skimmed], mask[skimmed], question)
-            layouts = layout(own, kept)
+            layouts = segment_runs(own, kept)
             slots = slots_of_runs(vectors, counts[skimmed], layouts)
-            context = PASSAGE_SEPARATOR.join(with_holes(own, layouts, repeat(self.builder.HOLE)))
+            context = PASSAGE_SEPARATOR.join(passages_with_holes(own, layouts, repeat(self.builder.HOLE)))
             prompts.prompts.append(self.builder.holed_prompt(row.example, row.template, context))
             prompts.passages.append(list(range(len(softs), len(softs) + len(slots))))
             softs += slots
@@ -132,7 +132,7 @@ class RamLoss(BatchMean, SlotObjective):
 
     def _contrast(self, question: Tensor, segments: Tensor, positives: Sequence[bool]) -> Tensor:
         """Return L_con of a question (eq. 8), which is 0 if no segment is positive."""
-        log_p = (relevance(question, segments) / self.temperature).log_softmax(0)
+        log_p = (segment_relevance(question, segments) / self.temperature).log_softmax(0)
         positive = torch.tensor(positives, device=log_p.device)
         return -log_p[positive].sum() / max(1, int(positive.sum()))
 

@@ -22,7 +22,7 @@ from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
-from ctx_compress_rag.text.tokenizing import bos_id
+from ctx_compress_rag.text.tokenizing import bos_token_id
 from ctx_compress_rag.training.config import PackingConfig
 from ctx_compress_rag.training.engine.packing import PackedSlots, RowPacker, collate_packed, packed_loss
 from ctx_compress_rag.training.examples import load_training_texts, recitation_example
@@ -196,7 +196,7 @@ class _Filling:
         self.repeat_share = recipe.repeat_share_at(step)
         first = number * recipe.packing.examples
         self.waiting = [data.examples[i % len(data.examples)] for i in range(first, first + recipe.packing.examples)]
-        bos = bos_id(data.builder.tokenizer)  # before each passage, as the compressor reads it, and in no slot
+        bos = bos_token_id(data.builder.tokenizer)  # before each passage, as the compressor reads it, and in no slot
         self.before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
         self.passages = RowPacker(recipe.packing.passage_rows, recipe.packing.length)
         self.prompts = RowPacker(recipe.packing.rows, recipe.packing.length)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.methods.base.compressor import padded
+from ctx_compress_rag.methods.base.compressor import pad_token_ids
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
@@ -82,7 +82,7 @@ class TextCollator(ExampleCollator):
             # Truncate passages, never the prompt, which ends with the answer.
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
             prompts.append(self.builder.text_prompt(example, template, texts))
-        ids, mask = padded([prompt.ids().tolist() for prompt in prompts], torch.device("cpu"))
+        ids, mask = pad_token_ids([prompt.ids().tolist() for prompt in prompts], torch.device("cpu"))
         answers = nn.utils.rnn.pad_sequence([prompt.answers for prompt in prompts], batch_first=True)
         return {"input_ids": ids, "attention_mask": mask, "answers": answers}
 
