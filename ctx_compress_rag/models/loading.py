@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from ctx_compress_rag.models.transformers_internals import hub_commit
 logger = logging.getLogger(__name__)
 
 INT8_FILE = "model.int8.safetensors"
+
+# Transformers' verbosity and bars are the process's; other threads may load models at the same time.
+_loading_lock = threading.Lock()
+_before_loading: list[tuple[int, bool]] = []
 
 
 @dataclass(frozen=True)
@@ -126,18 +131,24 @@ def progress_line(what: str) -> Iterator[None]:
     from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # it reports what nothing reads, such as xRAG's map beside its decoder
-    if bars:
-        transformers_logging.disable_progress_bar()
-        enable_progress_bars()  # of downloads, which the line above also disables
+    with _loading_lock:
+        found = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        verbosity, bars = _before_loading[0] if _before_loading else found
+        _before_loading.append((verbosity, bars))
+        transformers_logging.set_verbosity_error()  # it reports what nothing reads, as xRAG's map beside its decoder
+        if bars:
+            transformers_logging.disable_progress_bar()
+            enable_progress_bars()  # of downloads, which the line above also disables
     try:
         with tqdm(desc=what, bar_format="{desc} ...", leave=False, disable=None):
             yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+        with _loading_lock:
+            _before_loading.pop()
+            if not _before_loading:
+                transformers_logging.set_verbosity(verbosity)
+                if bars:
+                    transformers_logging.enable_progress_bar()
 
 
 @contextmanager

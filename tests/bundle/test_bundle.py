@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
-from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.models.loading import load_decoder, progress_line
 from ctx_compress_rag.models.sentence_embedding import load_minilm
 from ctx_compress_rag.store import Passage, SoftContextStore
 from helpers.models import read_both_ways, widen
@@ -363,6 +363,12 @@ def test_loading_is_said_on_a_terminal(make_tiny_bundle: Any, tmp_path: Path, mo
         for shown in ("opening the bundle", "loading the decoder", "loading MiniLM"):
             assert (shown in text) == terminal
         assert "Loading weights" not in text and transformers_logging.is_progress_bar_enabled()
+    before, lines = transformers_logging.get_verbosity(), [progress_line("of one thread"), progress_line("of another")]
+    for line in lines:
+        line.__enter__()
+    for line in lines:  # the second outlasts the first
+        line.__exit__(None, None, None)
+    assert transformers_logging.get_verbosity() == before and transformers_logging.is_progress_bar_enabled()
 
 
 def test_what_needs_no_weights_loads_none(folder: Path, tmp_path: Path) -> None:

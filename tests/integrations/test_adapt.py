@@ -64,6 +64,8 @@ def test_several_side_by_side_in_threads(app: App, update: PredictedUpdate, tmp_
 def test_what_cannot_be_adapted_says_so(app: App, update: PredictedUpdate) -> None:
     with pytest.raises(ConfigError, match="nothing to adapt to"):
         adapt(app.llm(), [], update)
+    with pytest.raises(ConfigError, match="with 3 demonstrations and was given 2"):
+        adapt(app.llm(), DEMONSTRATIONS[:2], update)
     shown = replace(DEMONSTRATIONS[1], passages=(app.store.marker("tower", 8),))
     with pytest.raises(ConfigError, match="demonstration 1 holds markers"):
         adapt(app.llm(), [DEMONSTRATIONS[0], shown, DEMONSTRATIONS[2]], update)
