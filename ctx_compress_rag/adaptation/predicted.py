@@ -34,12 +34,13 @@ _WEIGHTS_FILE = "model.safetensors"
 
 
 class UpdatePredictor(nn.Module):
-    """g_phi: a two-layer MLP encoder, and a head for each layer and projection that returns U and V.
+    """The model g_phi, which predicts from demonstrations' hidden states the adapter (U V^T) that they call for.
 
-    The paper gives no activation (GELU here) and no scales. The states of end tokens are much alike, so contexts differ
-    little compared with the mean. The encoder therefore reads states minus their mean, divided by their spread. Updates
-    are small compared with weights. If heads had to learn their scale from torch's initial one, AdamW's steps of 5e-4
-    would be coarse, so each head's output has a gain. `calibrate` measures mean, spread and gains once.
+    It has a two-layer MLP encoder, and a head for each layer and projection that returns U and V. The paper gives no
+    activation (GELU here) and no scales. The states of end tokens are much alike, so contexts differ little compared
+    with the mean. The encoder therefore reads states minus their mean, divided by their spread. Updates are small
+    compared with weights. If heads had to learn their scale from torch's initial one, AdamW's steps of 5e-4 would be
+    coarse, so each head's output has a gain. `calibrate` measures mean, spread and gains once.
     """
 
     center: Tensor
@@ -162,7 +163,7 @@ class PredictedUpdate(Adaptation):
             return self.base.plus(self.predict(decoder.bundle, [demonstration_prompts(decoder, demonstrations)])).row(0)
 
     def predict(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Adapter:
-        """Return the updates for support contexts (lists of prompts), as an adapter with a row for each context."""
+        """Return an `Adapter` whose row i is the update for context i, a list of demonstrations as prompts."""
         update: Adapter = self.predictor(self.pooled(decoder, contexts))
         return update
 

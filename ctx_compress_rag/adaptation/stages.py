@@ -160,7 +160,7 @@ def make_retrieval_adapter_job(recipe: RetrievalAdapterRecipe) -> TrainingJob:
 
 
 def make_update_predictor_job(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> TrainingJob:
-    """Make the job that trains an update predictor; `objective` makes the loss, by default a `MatchingLoss`."""
+    """Return a job that will train an `UpdatePredictor`; `objective` makes the loss, by default a `MatchingLoss`."""
     decoder = open_recipe_decoder(recipe)
     bundle, batches = decoder.bundle, EpisodeBatches(recipe, decoder, recipe.demonstrations)
     base = Adapter.from_pretrained(recipe.base, bundle.backbone.model)

@@ -93,7 +93,7 @@ def sgd_update(
 
 
 def update_inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
-    """Return the Frobenius inner products of two changes, by projection: (rows,).
+    """Return the Frobenius inner products of two adapters' rows, by projection's name: (rows,), () without rows.
 
     <b a, b' a'> = sum((b^T b') * (a a'^T)), so that no d x d matrix is formed.
     """
@@ -102,7 +102,7 @@ def update_inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
 
 
 def update_norms(adapter: Adapter) -> dict[str, Tensor]:
-    """Return the Frobenius norms of a change, by projection: (rows,); never zero, so that they can be divided by."""
+    """Return the Frobenius norms of an adapter's rows, as `update_inner_products`; not zero, so they can divide."""
     products = update_inner_products(adapter, adapter)
     return {n: product.clamp(min=torch.finfo(product.dtype).tiny).sqrt() for n, product in products.items()}
 

@@ -327,7 +327,7 @@ class Bundle(PlainDecoder):
 
 
 def load_bundle_adapter(backbone: Backbone, name: str, folder: Path) -> None:
-    """Load an adapter's weights from its folder. Raise BundleError if they are damaged or do not fit the decoder."""
+    """Load `folder`'s weights into the existing adapter `name`; raise BundleError if they are damaged or do not fit."""
     backbone.load_adapter_state(name, read_adapter_tensors(folder))
 
 

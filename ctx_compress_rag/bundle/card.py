@@ -12,7 +12,7 @@ _LIMIT = "Compression loses detail: run `ctx-compress eval` on your own question
 
 
 def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str) -> str:
-    """Return the text of a bundle's model card, in the hub's format."""
+    """Return a bundle's model card, in the hub's format; `report` is the `Bundle.report`, which may lack any key."""
     decoder = config.decoder_name or "in `decoder/`"
     recipe = report.get("recipe", {})
     license = recipe.get("decoder_license")

@@ -38,9 +38,10 @@ _LARGEST_TOKENIZER = 2**28
 
 
 def find_bundle(name_or_path: str | Path, revision: str | None) -> Path:
-    """Return the folder of a bundle that is local, shipped, or downloaded here from the hub.
+    """Return the folder of a bundle that is local, shipped, or on the hub (`owner/name`), which this call downloads.
 
-    Raises BundleError if there is no such bundle, ConfigError if the name is blank or a folder is given a revision.
+    `revision` None means the newest. Raises BundleError if there is no such bundle or the hub fails, ConfigError if
+    the name is blank or a local or shipped bundle is given a revision.
     """
     shown = str(name_or_path) if isinstance(name_or_path, Path) else name_or_path
     none = f"no bundle {shown!r}: give a folder, one of {sorted(SHIPPED)}, or a hub id owner/name"

@@ -57,7 +57,7 @@ def bundle_fingerprint(
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 (hex) of tensors rounded to bfloat16, the coarsest precision of a loaded decoder."""
+    """Return the SHA-256 (hex) of tensors by name, in bfloat16, so that the dtype of a loaded decoder has no effect."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())

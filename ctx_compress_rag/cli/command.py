@@ -54,7 +54,10 @@ def _repeated(args: Sequence[str], lists: set[str]) -> list[str]:
 
 
 def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
-    """Return a decorator that makes `some_name_` the command `some-name` of `to`, with its docstring as help."""
+    """Return a decorator that makes `some_name_` the command `some-name` of `to`, with its docstring as help.
+
+    `example` is the arguments of a call, without program and command, which end the help.
+    """
 
     def register(run: Run) -> Run:
         name = run.__name__.rstrip("_").replace("_", "-")

@@ -26,12 +26,12 @@ def eval_(
         typer.Option(
             metavar="N",
             min=1,
-            help="Passages per prompt; missing ones are the nearest to the question's own in the file.  [default: the "
-            "question's own]",
+            help="Passages per prompt; missing ones are the nearest in the file to the question's first passage.  "
+            "[default: the question's own passages]",
         ),
     ] = None,
     ratios: shared.Ratios = None,
-    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="How slots are stored: int8 or fp16.")] = None,
+    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="Slots' codec: int8 (default) or fp16.")] = None,
     no_extraction: Annotated[
         bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: best sentences, and mixes with them.")
     ] = False,

@@ -38,7 +38,7 @@ def plain_reader(bundle: Bundle, engine: str) -> Reader:
 
 
 def vllm_model_names(bundle: Bundle) -> VllmModelNames:
-    """Return a bundle's model names on a server (see `export_for_vllm`); raise ConfigError if servers cannot run it."""
+    """Return a bundle's model names on a vLLM server, for text and for slots; raise ConfigError if none can run it."""
     reader, name = plain_reader(bundle, "a server"), bundle.config.name
     if reader.tune.mode == "full":
         raise ConfigError(

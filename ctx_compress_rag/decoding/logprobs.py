@@ -57,7 +57,7 @@ class LogprobRecorder:
 
 
 def logprobs_from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
-    """Return log-probabilities from OpenAI's format of completions (not chats), which vLLM sends; None gives []."""
+    """Return a TokenLogprob per token, with its `top` likeliest, from OpenAI's completions format, or [] from None."""
     if logprobs is None:
         return []
     likeliest = logprobs.top_logprobs or [None] * len(logprobs.tokens)

@@ -69,8 +69,9 @@ def evaluate_sets(
     """Score each set as `evaluate` does; write answers, scores and plots, and return the results by set.
 
     A call after an interruption continues from the written answers. Questions whose full text does not fit into the
-    decoder's window are left out, and counted. Each of several sets gets a folder in `output`. `extras` make more
-    tables, by the name of their values in scores.json. A set with fewer than two answers raises DataError.
+    decoder's window are left out, and counted. Each of several sets gets a folder in `output`. Each of `extras` adds a
+    table, and a value in each set's scores.json under the same key. `ratios` None takes the bundle's. DataError is
+    raised if fewer than two questions with an answer are left in a set.
     """
     ratios = ratios or bundle.config.ratios
     untrained = [ratio for ratio in ratios if ratio not in bundle.config.ratios]

@@ -211,7 +211,7 @@ class Backbone:
         return {f"{PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
 
     def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
-        """Load what `adapter_state` returned; raise a BundleError if names or shapes differ."""
+        """Load an `adapter_state` into the existing adapter `name`; raise BundleError if names or shapes differ."""
         from peft import set_peft_model_state_dict
 
         expected = self.adapter_state(name)

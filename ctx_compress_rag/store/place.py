@@ -83,7 +83,7 @@ class StorePlace(ABC):
         return False
 
     def mended(self) -> None:  # noqa: B027
-        """Record that Chroma's index was checked and lacks no record, so that `interrupted` is False again."""
+        """Record, outside `reading` and `writing`, that Chroma's index lacks no record; `interrupted` turns False."""
 
     def disk_bytes(self) -> int | None:
         """Return the size of all files in bytes, or None if the place is not a folder."""

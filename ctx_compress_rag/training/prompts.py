@@ -61,7 +61,7 @@ class TrainingPromptBuilder:
         return torch.tensor(text_ids(self.tokenizer, passage), dtype=torch.long)
 
     def shortened(self, passages: Sequence[str], max_tokens: int) -> list[tuple[str, Tensor]]:
-        """Return passages and token ids (L,), cut by `passage_token_shares` if together longer than `max_tokens`."""
+        """Return passages with token ids (L,), at most `max_tokens` in all; a cut passage's text is its ids decoded."""
         tokenized = [self.passage_ids(passage) for passage in passages]
         return [
             (passage, ids) if len(ids) <= share else (self.tokenizer.decode(ids[:share]), ids[:share])

@@ -31,7 +31,7 @@ def register_stage(recipe: type[BaseRecipe], make_job: Callable[[Any], TrainingJ
 
 
 def find_recipe(name: str) -> Path | None:
-    """Return the path of a shipped recipe file or folder of recipes, or None if there is none of this name."""
+    """Return the path of a shipped recipe (`ram/ram.yaml`) or folder of recipes (`ram`); None if there is none."""
     return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
 
 

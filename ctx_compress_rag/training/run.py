@@ -176,7 +176,7 @@ def _file_digests(recipe: BaseRecipe) -> dict[str, str]:
 
 
 def folder_weights_digest(folder: Path) -> str:
-    """Return the SHA-256 of the weights in the folder of a decoder, an adapter or a bundle: 64 hex digits."""
+    """Return the SHA-256 (hex) of names and contents of a folder's safetensors files; without any, its subfolders'."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
     return hashlib.sha256(" ".join(f"{file.name} {file_sha256(file)}" for file in files).encode()).hexdigest()
 

@@ -43,7 +43,7 @@ class DecodingRequest:
     put: Put
     canceled: threading.Event  # set when the answer is no longer wanted
     most: int  # requests in a pass with this one
-    scope: str | None = field(default_factory=current_scope)  # scopes take turns
+    scope: str | None = field(default_factory=current_scope)  # the tenant or user; scopes take turns
 
     @property
     def last(self) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class DecodingGroup(ABC):
         return len(running) < row.most
 
     def next(self) -> DecodingRequest | None:
-        """Return the next request, from the scope with the fewest running ones; None if there is none or no room."""
+        """Return, but leave waiting, a request of the scope with fewest running; None if none, or the group is full."""
         running = [*self.rows, *self.new]
         busy = Counter(row.scope for row in running)
         row = min(self.waiting, key=lambda each: busy[each.scope], default=None)
@@ -110,7 +110,7 @@ class DecodingGroup(ABC):
         return going
 
     def hand_out(self) -> None:
-        """Give callers the answers that have ended."""
+        """Give callers, once, the answers and errors that have ended; canceled requests get none."""
         ended, self._ended = self._ended, []
         for row, answer in ended:
             row.deliver(answer)

@@ -209,7 +209,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
     def condense(self, hidden: Tensor, attention_mask: Tensor, question: Tensor) -> Tensor:
         """Return a vector for each skimmed segment: c_i (eq. 4), or what the ablations of section 4.5 use in its place.
 
-        Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim), (0, dim) without skimming
+        Shape: (segments, length, dim), (segments, length), (dim,) -> (segments, dim), (0, dim) if `skimming` is "none"
         """
         if self.config.skimming == "none":
             return hidden.new_zeros(0, self.dim)
@@ -227,7 +227,8 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
     def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
         """Read segments, given as token ids, and return a vector of each (`condense`), (segments, dim), on the CPU.
 
-        `question` is r_q (dim,). A pass has at most `batch_tokens` tokens. Without skimming the result is (0, dim).
+        `question` is r_q (dim,). A pass has at most `batch_tokens` tokens, but at least one segment. With `skimming`
+        "none" in the config the result is (0, dim).
         """
         done = [torch.zeros(0, self.dim)]
         rows = max(1, batch_tokens // self.config.segment_tokens)

@@ -50,9 +50,9 @@ Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 def training_processes() -> PartialState:
-    """Return this process's state, connected to the other processes of `accelerate launch`; on GPUs, else on the CPU.
+    """Return accelerate's `PartialState`, which the first call connects to other processes of `accelerate launch`.
 
-    Each process trains on its share of every batch, on its own GPU.
+    Each process (perhaps only one) trains on its share of every batch, on its own GPU, or the CPU if there is none.
     """
     with needs("train"):
         from accelerate import PartialState

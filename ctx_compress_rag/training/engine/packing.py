@@ -158,7 +158,7 @@ def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits of final hidden states, in float32: (positions, dim) -> (positions, vocabulary)."""
+    """Return a causal LM's logits (positions, vocabulary), float32, of states (positions, dim) after its final norm."""
     head = model.get_output_embeddings()
     logits = F.linear(hidden, head.weight, head.bias).float()
     config = model.config.get_text_config()
