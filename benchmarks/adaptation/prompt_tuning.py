@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
-from ctx_compress_rag.adaptation.stages import AnswersMean, EpisodeBatches, open_recipe_decoder
+from ctx_compress_rag.adaptation.stages import AnswersMeanLoss, EpisodeBatches, open_recipe_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.preparer import PromptPreparer
@@ -55,7 +55,7 @@ def behind(prompt: Prompt, prefix: Tensor) -> Prompt:
     return replace(prompt, pieces=(prefix, *prompt.pieces), answers=torch.cat((flags, prompt.answers)))
 
 
-class PromptTuningLoss(AnswersMean):
+class PromptTuningLoss(AnswersMeanLoss):
     """Trains a soft prefix, starting from embeddings of random tokens."""
 
     def __init__(self, decoder: PlainDecoder, virtual_tokens: int, seed: int) -> None:

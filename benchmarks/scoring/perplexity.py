@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.splice import open_decoder_model, predict_answers, splice_prompts
+from ctx_compress_rag.decoding.splice import answer_token_logits, open_decoder_model, splice_prompts
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, SystemAnswers
 from ctx_compress_rag.evaluation.questions import Question
@@ -105,7 +105,7 @@ def _losses(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:
     """Negative log-likelihoods of the answers' tokens, prompt after prompt: (answer tokens,), float64 on the CPU."""
     batch = splice_prompts(bundle.backbone.embeddings, prompts)
     with open_decoder_model(bundle, prompts[0].soft, batch.slot_mask) as model:
-        logits, answers = predict_answers(model, batch, prompts)
+        logits, answers = answer_token_logits(model, batch, prompts)
     return F.cross_entropy(logits, answers, reduction="none").double().cpu()
 
 

@@ -82,7 +82,7 @@ class UpdatePredictor(nn.Module):
 
 
 @torch.no_grad()
-def pooled_states(
+def pool_demonstrations(
     decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], base: Adapter, layer: int | None = None
 ) -> Tensor:
     """Return hidden states at the end tokens of demonstrations, averaged over each context: (contexts, dim).
@@ -169,7 +169,7 @@ class PredictedUpdate(Adaptation):
 
     def pooled(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Tensor:
         """Return the vectors that the predictor reads of support contexts: (contexts, dim)."""
-        return pooled_states(decoder, contexts, self.base, self.config.layer)
+        return pool_demonstrations(decoder, contexts, self.base, self.config.layer)
 
     def target(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
         """Return what `predict` is trained to give, the update that gradient descent makes for each context (eq. 8)."""

@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.engine.loop import BatchMean, TrainingJob, training_processes
+from ctx_compress_rag.training.engine.loop import BatchMeanLoss, TrainingJob, training_processes
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.recipe import register_stage
 
@@ -32,7 +32,7 @@ Contexts = list[list[Prompt]]
 """The demonstrations of each support context."""
 
 
-class AnswersMean(BatchMean, nn.Module):
+class AnswersMeanLoss(BatchMeanLoss, nn.Module):
     """The base class of losses that are the mean cross-entropy of the whole batch's answer tokens."""
 
     def __init__(self, decoder: PlainDecoder) -> None:
@@ -48,7 +48,7 @@ class AnswersMean(BatchMean, nn.Module):
         return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
 
 
-class RetrievalAdapterLoss(AnswersMean):
+class RetrievalAdapterLoss(AnswersMeanLoss):
     """The loss that trains Q/K/V LoRA factors, on the answers' tokens (In-Context Optimization, appendix G)."""
 
     def __init__(self, decoder: PlainDecoder, rank: int, alpha: int) -> None:

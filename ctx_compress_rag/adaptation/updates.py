@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.adaptation.adapt import open_adapted_model
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
+from ctx_compress_rag.decoding.splice import answer_token_logits, splice_prompts
 from ctx_compress_rag.prompt import Prompt
 
 
@@ -57,7 +57,7 @@ def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], a
     batch = splice_prompts(decoder.backbone.embeddings, rows)
     own = None if adapter is None else adapter.rows(owners)
     with open_adapted_model(decoder.text_decoder(), own) as model:
-        logits, ids = predict_answers(model, batch, rows)
+        logits, ids = answer_token_logits(model, batch, rows)
     losses = F.cross_entropy(logits, ids, reduction="none")
     tokens = torch.tensor([int(row.answers.sum()) for row in rows])
     of_token = owners.repeat_interleave(tokens).to(losses.device)

@@ -12,7 +12,7 @@ from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES
 
 
-class Source(Strict):
+class BundleSource(Strict):
     """The published checkpoint that a bundle was imported from.
 
     Attributes:
@@ -83,7 +83,7 @@ class BundleConfig(Strict):
     separator: str = PASSAGE_SEPARATOR
     answer_prefix: str = ""
     chat_template: str | None = None
-    source: Source | None = None
+    source: BundleSource | None = None
 
     @property
     def decoder_name(self) -> str | None:

@@ -60,7 +60,7 @@ def ask(
     with open_index(store, bundle, device=device, dtype=dtype) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
         from ctx_compress_rag.decoding.sampling import Sampling
-        from ctx_compress_rag.indexing.retrieval import Retrieval
+        from ctx_compress_rag.indexing.retrieval import IndexRetrieval
         from ctx_compress_rag.marking.mark import Marking
 
         config = opened.bundle.config
@@ -69,7 +69,7 @@ def ask(
             extractive = quotes_by_default(opened.bundle, engine)
         sampling = Sampling(max_tokens=max_tokens or config.answer_tokens, extractive=extractive)
         marking = None if text else Marking(opened.store, ratio, token_budget, text_share)
-        retrieval = Retrieval(opened, k, marking)
+        retrieval = IndexRetrieval(opened, k, marking)
         for each in _asked() if question is None else [question]:
             prompt, sources = retrieval.retrieve([{"role": "user", "content": each}])
             _print(decoder.stream(prompt, sampling), sources, extractive)

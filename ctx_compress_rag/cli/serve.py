@@ -77,7 +77,7 @@ def serve(
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
     from ctx_compress_rag.indexing.index import open_index
-    from ctx_compress_rag.indexing.retrieval import Retrieval
+    from ctx_compress_rag.indexing.retrieval import IndexRetrieval
     from ctx_compress_rag.marking.mark import Marking
     from ctx_compress_rag.server import run
     from ctx_compress_rag.server.api_keys import find_api_keys
@@ -101,7 +101,7 @@ def serve(
             served, opened = index.bundle, index.store
             if retrieve is not None:
                 marking = Marking(opened, ratio)
-                retrieval = Retrieval(index, retrieve, marking, extractive=quotes_by_default(served, engine))
+                retrieval = IndexRetrieval(index, retrieve, marking, extractive=quotes_by_default(served, engine))
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:

@@ -62,7 +62,7 @@ def open_decoder_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> A
     return bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder()
 
 
-def predict_answers(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Return the logits that predict the tokens of the prompts' answers, and the tokens' ids, prompt by prompt.
 
     Logits are computed only at positions that predict an answer token in some prompt of the batch.

@@ -20,7 +20,7 @@ from ctx_compress_rag.evaluation.baselines import extract_sentences, truncate_pa
 from ctx_compress_rag.evaluation.questions import Question, questions_digest
 from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.models.sentence_embedding import passage_vectors, question_vectors
+from ctx_compress_rag.models.sentence_embedding import embed_passages, embed_questions
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.codec import DEFAULT_CODEC
@@ -191,7 +191,7 @@ class EvaluationPrompts:
     def _scores(self, q: Question) -> list[float]:
         """Return the cosine of the question with each passage, as a retriever would give it."""
         if q not in self._relevance:
-            self._relevance[q] = (passage_vectors(q.passages) @ question_vectors([q.question])[0]).tolist()
+            self._relevance[q] = (embed_passages(q.passages) @ embed_questions([q.question])[0]).tolist()
         return self._relevance[q]
 
 

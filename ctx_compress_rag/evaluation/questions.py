@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.models.sentence_embedding import passage_vectors
+from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import mentions_answer
 
 
@@ -47,7 +47,7 @@ class NeighborPassages:
     def __init__(self, passages: Sequence[str]) -> None:
         self._passages = list(dict.fromkeys(passages))
         self._places = {passage: place for place, passage in enumerate(self._passages)}
-        self._vectors = passage_vectors(self._passages)
+        self._vectors = embed_passages(self._passages)
 
     def of(self, passage: str, answers: Sequence[str]) -> Iterator[str]:
         """Yield the other passages that mention none of the answers, nearest first."""

@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import DataError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_CHUNK_TOKENS
 from ctx_compress_rag.indexing.chunking import chunk_text
-from ctx_compress_rag.indexing.fit import PassageFit
+from ctx_compress_rag.indexing.fit import IndexFit
 from ctx_compress_rag.indexing.index import PassageIndex, check_index_exists, make_index_passage
 from ctx_compress_rag.indexing.inputs import IndexInput, path_text
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore
@@ -54,7 +54,7 @@ class _Cut:
         self.sources: set[str] = set()  # only those of passages stored before
         self.files = 0
         self.bytes = 0
-        self.fit = PassageFit(index.bundle)
+        self.fit = IndexFit(index.bundle)
         self._known = set(self.stored.values()).union(*(sources.values() for sources in self.elsewhere.values()))
         self._given, self._tokenizer, self._chunk_tokens = given, index.bundle.tokenizer, chunk_tokens
 
@@ -164,7 +164,7 @@ def compress_collection(
     with SoftContextStore(collection, loaded, codec=codec) as store:
         done = store.add(passages)
     if done.added or done.updated:
-        fit = PassageFit(loaded)
+        fit = IndexFit(loaded)
         for passage in passages:
             fit.look(passage)
         fit.warn()

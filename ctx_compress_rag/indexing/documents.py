@@ -40,7 +40,7 @@ def readable_suffixes() -> tuple[str, ...]:
     return TEXTS + tuple(suffix for suffix, package in DOCUMENTS.items() if find_spec(package))
 
 
-class Document(NamedTuple):
+class IndexDocument(NamedTuple):
     """A file's text, and what the text lacks of the file, such as "comments"."""
 
     text: str
@@ -66,11 +66,11 @@ class DocumentReader:
             self._process.communicate()
             self._process = None
 
-    def read(self, path: Path) -> Document:
+    def read(self, path: Path) -> IndexDocument:
         """Return a file's text. Raise DataError, which says why, if the file cannot be read."""
         try:
             if path.suffix.lower() in TEXTS:
-                return Document(path.read_text(encoding="utf-8-sig"))
+                return IndexDocument(path.read_text(encoding="utf-8-sig"))
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except UnicodeDecodeError as error:
@@ -90,7 +90,7 @@ class DocumentReader:
                 self._costly.write_text(json.dumps(known | {digest: answer["error"]}, indent=1))
         if "error" in answer:
             raise DataError(answer["error"])
-        return Document(answer["text"], tuple(answer["lacks"]))
+        return IndexDocument(answer["text"], tuple(answer["lacks"]))
 
     def _known(self) -> dict[str, str]:
         """Return which limit documents met, by their hash."""

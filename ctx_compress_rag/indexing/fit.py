@@ -22,7 +22,7 @@ _LETTERS = 20
 """How many letters are enough to tell: of 2,880 English questions, 12 seemed foreign."""
 
 
-class PassageFit:
+class IndexFit:
     """The ids of passages that a bundle reads badly, collected to warn of all of them at once."""
 
     def __init__(self, bundle: Bundle) -> None:

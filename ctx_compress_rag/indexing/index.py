@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
-from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_embedder, passage_vectors, question_vectors
+from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages, embed_questions, load_embedder
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_chroma_database
 from ctx_compress_rag.store.collection import ChromaCollection, Row, chroma_pages
@@ -112,7 +112,7 @@ class PassageIndex:
             yield AddReport(0, 0, len(group) - len(missing))
             for batch in passage_batches(missing):
                 texts = [passage.text for passage in batch.values()]
-                vectors: Any = passage_vectors(texts, self.embedder)
+                vectors: Any = embed_passages(texts, self.embedder)
                 metadatas = [dict(passage.metadata) for passage in batch.values()]
                 self._passages.upsert(list(batch), vectors, metadatas, texts)
                 self.store.add(batch.values(), progress=False)
@@ -131,7 +131,7 @@ class PassageIndex:
             found = {id: (str(text), row) for id, (text, row) in self._passages.texts(ids).items() if text}
             if found:
                 texts = [text for text, _ in found.values()]
-                vectors: Any = passage_vectors(texts, self.embedder)
+                vectors: Any = embed_passages(texts, self.embedder)
                 self._passages.upsert(list(found), vectors, [row for _, row in found.values()], texts)
                 restored += found
         if restored:
@@ -154,7 +154,7 @@ class PassageIndex:
         """Return for each question its `k` nearest passages or fewer, in order. Raise StoreError if there are none."""
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
-        vectors = question_vectors(questions, self.embedder)
+        vectors = embed_questions(questions, self.embedder)
         count = len(self)
         if not count:
             raise StoreError(f"{self._passages.place.where} holds no passages: run `ctx-compress index` first")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from ctx_compress_rag.errors import DataError, conversion_command
 from ctx_compress_rag.indexing.documents import DOCUMENTS, UNSTRUCTURED, DocumentReader, readable_suffixes
-from ctx_compress_rag.store.passage import content_id
+from ctx_compress_rag.store.passage import passage_content_id
 from ctx_compress_rag.strict import explain_validation_error
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class JsonlInput(IndexInput):
                         raise DataError(
                             f'{self.path}, line {number}: {said}; give rows such as {{"text": ..., "id": ...}}'
                         ) from None
-                    source = content_id(row.text) if row.id is None else str(row.id)
+                    source = passage_content_id(row.text) if row.id is None else str(row.id)
                     yield IndexText(source, row.text, False, len(line))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ctx_compress_rag.indexing.fit import PassageFit
+from ctx_compress_rag.indexing.fit import IndexFit
 from ctx_compress_rag.indexing.index import PassageIndex
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import Message
@@ -16,7 +16,7 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, question_messages
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class IndexRetrieval:
     """How many passages are retrieved for a question, and how the prompt shows them."""
 
     index: PassageIndex
@@ -25,8 +25,8 @@ class Retrieval:
     extractive: bool = False  # whether a server's answers quote, unless a request says otherwise or asks for JSON
 
     @cached_property
-    def _fit(self) -> PassageFit:
-        return PassageFit(self.index.bundle)
+    def _fit(self) -> IndexFit:
+        return IndexFit(self.index.bundle)
 
     def is_question(self, chat: Sequence[Message], scope: str | None) -> bool:
         """Whether a chat ends with a message of the user, and no message of the chat has a readable marker."""

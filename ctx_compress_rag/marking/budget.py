@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ctx_compress_rag.errors import RatioError
-from ctx_compress_rag.models.sentence_embedding import question_vectors
+from ctx_compress_rag.models.sentence_embedding import embed_questions
 from ctx_compress_rag.store.marker import MAX_FACTOR
 from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unpack_sentence_vectors
 from ctx_compress_rag.text.answers import CHARACTER
@@ -44,7 +44,7 @@ def nearest_sentences(
     missing = [place for place, own in enumerate(vectors) if own is None]
     for place, made in zip(missing, sentence_vectors([texts[place] for place in missing]), strict=True):
         vectors[place] = made
-    [asked] = question_vectors([question])
+    [asked] = embed_questions([question])
     similarities = [[] if own is None else (own @ asked).tolist() for own in vectors]
     return [list(map(ScoredSentence, own, near)) for own, near in zip(parts, similarities, strict=True)]
 

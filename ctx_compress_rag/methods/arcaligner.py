@@ -77,7 +77,7 @@ class SlotPlaces:
         return rows[self.index]
 
 
-class SlotUpdate(nn.Module):
+class SelectiveLoraLayer(nn.Module):
     """The low-rank update of one frozen linear layer, (alpha / rank) B A x, which is zero before training."""
 
     def __init__(self, linear: nn.Linear, config: SelectiveLoraConfig) -> None:
@@ -106,7 +106,7 @@ class SelectiveLora(nn.Module):
     slot is the frozen decoder's. A text position after a slot has read the slot's adapted keys and values, as intended.
 
     Attributes:
-        slots: where updates are added now; None outside `on`. Gradient checkpointing reads this attribute.
+        slots: where updates are added now; None outside `at_slots`. Gradient checkpointing reads this attribute.
 
     Raises:
         ConfigError: the decoder layer has no linear layers.
@@ -119,12 +119,12 @@ class SelectiveLora(nn.Module):
             raise ConfigError(
                 f"{type(layer).__name__} has no nn.Linear to adapt: this decoder cannot take selective LoRA"
             )
-        self.updates = nn.ModuleDict({name: SlotUpdate(linear, config) for name, linear in linears.items()})
+        self.updates = nn.ModuleDict({name: SelectiveLoraLayer(linear, config) for name, linear in linears.items()})
         self._linears = list(linears.values())  # torch registers no list, so it is not saved with these weights
         self.slots: SlotPlaces | None = None
 
     @contextmanager
-    def on(self, slots: SlotPlaces) -> Iterator[None]:
+    def at_slots(self, slots: SlotPlaces) -> Iterator[None]:
         """Add the updates at `slots` within the context; a nested context uses its own slots."""
         outer, self.slots = self.slots, slots
         with ExitStack() as hooks:
@@ -137,7 +137,7 @@ class SelectiveLora(nn.Module):
                 self.slots = outer
 
     def _add(self, update: nn.Module, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        assert self.slots is not None  # it is `on`
+        assert self.slots is not None  # within `at_slots`
         # In place, at slots only: other positions stay bit-identical and cost nothing.
         change = update(self.slots.take(args[0])).to(output.dtype)
         output.view(-1, output.shape[-1]).index_add_(0, self.slots.index, change)
@@ -254,7 +254,7 @@ class ArcAlignerReader(Reader):
         with ExitStack() as hooks:
             hooks.enter_context(torch.autocast(slots.mask.device.type, enabled=False))
             for lora in self.lora:
-                hooks.enter_context(cast(SelectiveLora, lora).on(slots))
+                hooks.enter_context(cast(SelectiveLora, lora).at_slots(slots))
             for number, gate in self.gates.items() if self.config.loops else ():
                 hook = partial(self._refine, int(number), gate, slots)
                 # First, so that what other hooks record (`output_hidden_states`) is the refined state.

@@ -45,12 +45,12 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
         raise ConfigError(f"cannot load embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or hub id") from error
 
 
-def passage_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
+def embed_passages(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
     """Return unit vectors of passages: (texts, dim)."""
     return _vectors(load_embedder(embedder).encode_document, texts)
 
 
-def question_vectors(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
+def embed_questions(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
     """Return unit vectors of questions: (texts, dim)."""
     return _vectors(load_embedder(embedder).encode_query, texts)
 

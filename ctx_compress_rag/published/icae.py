@@ -17,7 +17,7 @@ _RATIO = 4  # its code's mean_compression_rate: the file does not say it
 _ALPHA = 32
 
 
-class Icae(PublishedFormat):
+class IcaeFormat(PublishedFormat):
     """ICAE's format, an adapter of the encoder and the embeddings of added tokens; the decoder is frozen."""
 
     name = "icae"

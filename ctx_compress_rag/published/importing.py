@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.config import BundleConfig, Source
+from ctx_compress_rag.bundle.config import BundleConfig, BundleSource
 from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import decoder_files_digest, model_folder_digest
@@ -23,14 +23,14 @@ from ctx_compress_rag.published.format import (
     PublishedFormat,
     published_model_without_weights,
 )
-from ctx_compress_rag.published.icae import Icae
-from ctx_compress_rag.published.lclm import Lclm
-from ctx_compress_rag.published.pisco import Pisco
+from ctx_compress_rag.published.icae import IcaeFormat
+from ctx_compress_rag.published.lclm import LclmFormat
+from ctx_compress_rag.published.pisco import PiscoFormat
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
-from ctx_compress_rag.published.xrag import Xrag
+from ctx_compress_rag.published.xrag import XragFormat
 from ctx_compress_rag.strict import explain_validation_error
 
-FORMATS: tuple[PublishedFormat, ...] = (Lclm(), Pisco(), Xrag(), Icae())
+FORMATS: tuple[PublishedFormat, ...] = (LclmFormat(), PiscoFormat(), XragFormat(), IcaeFormat())
 
 _SHAREABLE = {"apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0"}
 
@@ -148,7 +148,7 @@ class PublishedImport:
         checkpoint = self.checkpoint
         licenses = self.licenses
         held = licenses.values() if copy else [licenses["checkpoint"]]
-        source = Source(
+        source = BundleSource(
             name=checkpoint.name if checkpoint.revision else Path(checkpoint.name).name,
             revision=checkpoint.revision,
             subfolder=checkpoint.subfolder.strip("/") or None,

@@ -24,7 +24,7 @@ _NAMES = {
 }
 
 
-class Lclm(PublishedFormat):
+class LclmFormat(PublishedFormat):
     """LCLM's format, an encoder, a two-layer map and a decoder, all three trained and published together."""
 
     name = "lclm"

@@ -32,7 +32,7 @@ _PROMPT = (
 _CLARA = "--subfolder compression-16 --decoder mistralai/Mistral-7B-Instruct-v0.2"
 
 
-class Pisco(PublishedFormat):
+class PiscoFormat(PublishedFormat):
     """The format of PISCO and CLaRa, two adapters of one decoder and the embeddings of tokens that were added to it.
 
     Both adapters are always loaded. CLaRa's own loader, with the settings of the Instruct checkpoints, puts an

@@ -25,7 +25,7 @@ _ENCODER = "Salesforce/SFR-Embedding-Mistral"
 _WINDOW = 178  # its 180 tokens, less the two that the tokenizer adds
 
 
-class Xrag(PublishedFormat):
+class XragFormat(PublishedFormat):
     """xRAG's format, a map from a retriever's vectors, one for each passage, to a frozen decoder."""
 
     name = "xrag"

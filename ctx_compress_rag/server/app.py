@@ -14,7 +14,7 @@ from typing import Any
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteError, needs
-from ctx_compress_rag.indexing.retrieval import Retrieval
+from ctx_compress_rag.indexing.retrieval import IndexRetrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server.answers import ClientGoneError, gather_answers, stream_answer, unless_client_gone
@@ -51,7 +51,7 @@ def create_app(
     keys: ApiKeys | None = None,
     limits: ServerLimits | None = None,
     hosts: Collection[str] = (),
-    retrieval: Retrieval | None = None,
+    retrieval: IndexRetrieval | None = None,
 ) -> FastAPI:
     """Return an ASGI app that answers with a decoder and compresses texts into the decoder's store.
 
@@ -88,7 +88,7 @@ class _Service:
     store: SoftContextStore
     metrics: ServerMetrics
     limits: ServerLimits
-    retrieval: Retrieval | None
+    retrieval: IndexRetrieval | None
 
     def __post_init__(self) -> None:
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="ctx-compress-write")

@@ -91,7 +91,7 @@ class ChromaCollection:
             return 0 if found is None else int(self._ask(found.count))
 
     @shielded_from_interrupts
-    def names(self) -> list[str]:
+    def collection_names(self) -> list[str]:
         """Return the names of all collections of the place."""
         with self.place.reading(self._read_timeout) as client:
             return [] if client is None else sorted(each.name for each in client.list_collections())

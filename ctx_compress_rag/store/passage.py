@@ -105,7 +105,7 @@ class StoreInfo:
         return self.payload_bytes / self.disk_bytes if self.disk_bytes else None
 
 
-def content_id(text: str) -> str:
+def passage_content_id(text: str) -> str:
     """Return the id of a passage that is given without one, a hash (32 hex digits) of its text."""
     return hashlib.sha256(_utf8(text, "a passage")).hexdigest()[:32]
 
@@ -149,7 +149,7 @@ def checked_passage(document: object, id: str | None, place: int) -> Passage:
         )
     _utf8(text, label)
     if name is None:
-        name = content_id(text)
+        name = passage_content_id(text)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"a passage id must be a non-empty str, got {short_repr(name)}")
     _utf8(name, "a passage id")
@@ -191,12 +191,12 @@ def unique_passages(listed: Iterable[Passage], *, repeats: bool = False) -> dict
             continue
         if known.text != passage.text:
             raise ConfigError(f"passage id {passage.id!r} is given twice with different texts: ids must be unique")
-        if not repeats and passage.id != content_id(passage.text):
+        if not repeats and passage.id != passage_content_id(passage.text):
             raise ConfigError(f"passage id {passage.id!r} is given twice: ids must be unique within one call")
     return passages
 
 
-def checked_ids(ids: Iterable[str]) -> list[str]:
+def checked_passage_ids(ids: Iterable[str]) -> list[str]:
     """Return the ids as a list. Raise ConfigError if `ids` is not a list, or an id is not a str of valid Unicode."""
     listed = as_list("ids", ids)
     for id in listed:

@@ -48,7 +48,7 @@ _CONFIGURATION: Any = {
 
 
 @dataclass(frozen=True)
-class Changes:
+class RecordChanges:
     """How given passages, by record id, differ from what is stored."""
 
     texts: dict[str, Passage]  # passages not stored with this text, which must be compressed
@@ -166,7 +166,7 @@ class Records(ChromaCollection):
             )
         return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
 
-    def holding(self, passages: Sequence[Passage], scope: str) -> list[bool]:
+    def has_passages(self, passages: Sequence[Passage], scope: str) -> list[bool]:
         """Return, for each passage, whether a record that the scope may read holds it with its text."""
         held: set[tuple[str, str]] = set()
         wanted = list(dict.fromkeys((str(each.id), each.text) for each in passages))
@@ -204,7 +204,7 @@ class Records(ChromaCollection):
 
     # Writing
 
-    def compare(self, passages: Mapping[str, Passage]) -> Changes:
+    def compare(self, passages: Mapping[str, Passage]) -> RecordChanges:
         """Return which of these passages, by record id, must be written. Raise StoreError if writing is impossible."""
         same = self._matching("full_hash", record_full_hash, passages)
         rest = {key: passage for key, passage in passages.items() if key not in same}
@@ -213,7 +213,7 @@ class Records(ChromaCollection):
         texts = {key: passage for key, passage in rest.items() if key not in relabeled}
         if texts:
             self.prepare()
-        return Changes(texts, labels, len(texts) - len(self.existing(list(texts))), len(same))
+        return RecordChanges(texts, labels, len(texts) - len(self.existing(list(texts))), len(same))
 
     def prepare(self) -> None:
         """Raise StoreError if the next write would be refused. Call it before the work that a write needs."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ctx_compress_rag.models.sentence_embedding import passage_vectors
+from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import decode_soft_context, encode_soft_context
 from ctx_compress_rag.text.sentences import split_sentences
@@ -28,7 +28,7 @@ def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
     flat = [part for own in parts for part in own]
     if not flat:
         return [np.zeros((0, _DIM), np.float32)] * len(parts)
-    return np.split(passage_vectors(flat), np.cumsum([len(own) for own in parts])[:-1])
+    return np.split(embed_passages(flat), np.cumsum([len(own) for own in parts])[:-1])
 
 
 def pack_sentence_vectors(vectors: Vectors) -> str:

@@ -30,11 +30,11 @@ from ctx_compress_rag.store.passage import (
     StoredPassage,
     StoreInfo,
     SyncReport,
-    checked_ids,
+    checked_passage_ids,
     collection_passages,
-    content_id,
     listed_passages,
     passage_batches,
+    passage_content_id,
     unique_passages,
 )
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace
@@ -194,7 +194,7 @@ class SoftContextStore(ProcessBound):
                 missing: dict[str, Passage] = {}
                 for number, passage in lacking.items():
                     is_own = own.setdefault(str(passage.id), passage.text) == passage.text
-                    places[number] = id = str(passage.id) if is_own else content_id(passage.text)
+                    places[number] = id = str(passage.id) if is_own else passage_content_id(passage.text)
                     missing[record_id(id, scope)] = Passage(passage.text, id)
                 self._records.prepare()
                 self._compress(missing, scope, progress=False)
@@ -203,7 +203,7 @@ class SoftContextStore(ProcessBound):
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
         """Delete the scope's passages with these ids, and return how many were deleted."""
         scope = self._scope(scope)
-        return self._delete([record_id(id, scope) for id in checked_ids(ids)])
+        return self._delete([record_id(id, scope) for id in checked_passage_ids(ids)])
 
     def damaged(self) -> list[str]:
         """Return the ids, in all scopes, of damaged passages and of those of another key. Every record is read."""
@@ -251,7 +251,7 @@ class SoftContextStore(ProcessBound):
 
         Raises PayloadError, with the passage's id, if a record is damaged.
         """
-        ids = checked_ids(ids)
+        ids = checked_passage_ids(ids)
         found = {
             id: record.soft_context(key)
             for id, (key, record) in self._records.find(ids, self._scope(scope), texts).items()
@@ -262,14 +262,14 @@ class SoftContextStore(ProcessBound):
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[StoredPassage | None]:
         """Return text, metadata and sizes, in the order of the ids, None for an id that is not stored. See `get`."""
-        ids = checked_ids(ids)
+        ids = checked_passage_ids(ids)
         records = self._records.find(ids, self._scope(scope), texts)
         found = {id: record.passage(key, self.fingerprint) for id, (key, record) in records.items()}
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
         """Return whether each text is stored under its id; also False if the id is stored with another text."""
-        return self._records.holding(listed_passages(texts, ids), self._scope(scope))
+        return self._records.has_passages(listed_passages(texts, ids), self._scope(scope))
 
     def stored_ids(
         self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None
@@ -304,7 +304,7 @@ class SoftContextStore(ProcessBound):
             self._said_empty = True
             logger.warning(
                 "nothing is stored yet in the collection %r of %s: if you expected passages, check both; there are: %s",
-                *(self._records.name, self._records.place.where, ", ".join(self._records.names()) or "none"),
+                *(self._records.name, self._records.place.where, ", ".join(self._records.collection_names()) or "none"),
             )
 
     def info(self) -> StoreInfo:
@@ -353,7 +353,7 @@ class SoftContextStore(ProcessBound):
             MissingPassageError: an id is not stored, or is stored with another text.
             PayloadError: a record is damaged; the message names the passage.
         """
-        factor, scope, ids = self.merge_factor(ratio), self._scope(scope), checked_ids(ids)
+        factor, scope, ids = self.merge_factor(ratio), self._scope(scope), checked_passage_ids(ids)
         found = self._records.find(ids, self._scope(scope), texts)
         missing = [id for id in ids if id not in found]
         if missing:
@@ -420,11 +420,13 @@ class SoftContextStore(ProcessBound):
                 bar.update(len(batch))
 
     def _places(self, passages: Sequence[Passage], scope: str) -> list[str | None]:
-        held = self._records.holding(passages, scope)
+        held = self._records.has_passages(passages, scope)
         hashed = [
-            Passage(each.text, content_id(each.text)) for each, there in zip(passages, held, strict=True) if not there
+            Passage(each.text, passage_content_id(each.text))
+            for each, there in zip(passages, held, strict=True)
+            if not there
         ]
-        beside = zip(hashed, self._records.holding(hashed, scope), strict=True)
+        beside = zip(hashed, self._records.has_passages(hashed, scope), strict=True)
         others = iter([passage.id if there else None for passage, there in beside])
         return [each.id if there else next(others) for each, there in zip(passages, held, strict=True)]
 

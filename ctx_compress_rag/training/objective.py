@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
+from ctx_compress_rag.decoding.splice import answer_token_logits, splice_prompts
 from ctx_compress_rag.methods.base.compressor import SlotBatch
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
@@ -109,7 +109,7 @@ class SlotObjective(nn.Module, ABC):
         prompts = self.filled(batch, slots)
         spliced = splice_prompts(self.bundle.backbone.embeddings, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
-            return predict_answers(model, spliced, prompts)
+            return answer_token_logits(model, spliced, prompts)
 
     def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         """Return KL(teacher || student), summed over the answers of `rows`; `targets` are `teacher_log_probs`."""
@@ -120,5 +120,5 @@ class SlotObjective(nn.Module, ABC):
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Return each prompt's log-probabilities of answer tokens, given the full text: (answer tokens, vocabulary)."""
         with self.bundle.text_decoder() as model:
-            logits, _ = predict_answers(model, splice_prompts(self.bundle.backbone.embeddings, prompts), prompts)
+            logits, _ = answer_token_logits(model, splice_prompts(self.bundle.backbone.embeddings, prompts), prompts)
         return list(F.log_softmax(logits, dim=-1).split([int(prompt.answers.sum()) for prompt in prompts]))

@@ -17,7 +17,7 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, question_messages
 from ctx_compress_rag.text.tokenizing import text_ids
 
 
-def draw_template(templates: Sequence[str], example: Example, seed: int) -> str:
+def draw_prompt_template(templates: Sequence[str], example: Example, seed: int) -> str:
     """Return a random template, always the same for an example and seed, so that a resumed run is the same."""
     return random.Random(f"{seed}:{example.passages}:{example.turns[0].question}").choice(templates)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.adaptation.adapt import demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter, qkv_projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.adaptation.predicted import PredictedUpdate, UpdatePredictor, pooled_states
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate, UpdatePredictor, pool_demonstrations
 from ctx_compress_rag.adaptation.updates import matching_loss, sgd_update, update_inner_products, update_norms
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
@@ -134,7 +134,7 @@ def test_hidden_states_are_the_end_tokens_means(
     decoder: Decoder, bundle: Any, base: Adapter, layer: int | None
 ) -> None:
     merged = merged_copy(bundle.backbone.model, base)
-    pooled = pooled_states(
+    pooled = pool_demonstrations(
         decoder.bundle,
         [demonstration_prompts(decoder, DEMONSTRATIONS), demonstration_prompts(decoder, QUESTIONS[:2])],
         base,
@@ -149,7 +149,7 @@ def test_hidden_states_are_the_end_tokens_means(
             states.append(all_layers[-1 if layer is None else layer][0, -1])
         torch.testing.assert_close(row, torch.stack(states).mean(0), atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="layer is 9, and the decoder has 2 layers"):
-        pooled_states(decoder.bundle, [demonstration_prompts(decoder, QUESTIONS)], base, 9)
+        pool_demonstrations(decoder.bundle, [demonstration_prompts(decoder, QUESTIONS)], base, 9)
 
 
 def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
@@ -178,7 +178,7 @@ def test_the_predictor_is_an_mlp_and_heads(bundle: Any) -> None:
 def test_calibrated_updates_start_at_their_targets_size(decoder: Decoder, base: Adapter) -> None:
     contexts = [demonstration_prompts(decoder, [d]) for d in (*DEMONSTRATIONS, *QUESTIONS)]
     target = sgd_update(decoder.bundle, contexts, base, 1, 1e-3).change()
-    pooled = pooled_states(decoder.bundle, contexts, base)
+    pooled = pool_demonstrations(decoder.bundle, contexts, base)
     predictor = PredictedUpdate.build(base, decoder.bundle, PREDICTOR).predictor
     predictor.calibrate(pooled, update_norms(target))
     read = (pooled - predictor.center) / predictor.spread

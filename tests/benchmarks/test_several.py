@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.scoring.confidence import Sure, best_threshold
 from benchmarks.several.neighbors import NEAREST, among_neighbors
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.models.sentence_embedding import passage_vectors
+from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import mentions_answer
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.repeat_and_answer import RepeatAndAnswerRecipe
@@ -15,7 +15,7 @@ from ctx_compress_rag.training.stages.repeat_and_answer import RepeatAndAnswerRe
 def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:
     examples = world_examples("test", 0, 60, 1, (1,))
     passages = list(dict.fromkeys(e.passages[0] for e in examples))
-    cosines = passage_vectors(passages) @ passage_vectors(passages).T
+    cosines = embed_passages(passages) @ embed_passages(passages).T
     several = 0
     for before, after in zip(examples, among_neighbors(examples, [1, 3]), strict=True):
         own = before.passages[0]

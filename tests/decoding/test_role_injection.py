@@ -20,7 +20,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenizedPassage
-from ctx_compress_rag.methods.ram.segments import Segments
+from ctx_compress_rag.methods.ram.segments import RamSegments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import gguf_file
 from ctx_compress_rag.store import SoftContextStore
@@ -198,7 +198,7 @@ def test_tokens_of_every_kind_are_cut(token: AddedToken, text: str) -> None:
     id = tokenizer.convert_tokens_to_ids(token.content)
     assert id in tokenizer(text)["input_ids"], "the text does not spell the token"
     assert id not in text_tokens(tokenizer, text).ids
-    segments = Segments.of(tokenizer, text, 2)
+    segments = RamSegments.of(tokenizer, text, 2)
     assert id not in [each for segment in segments.ids for each in segment]
     assert segments.bounds[-1] == len(text)
 

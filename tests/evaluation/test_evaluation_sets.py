@@ -15,7 +15,7 @@ from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers
 from ctx_compress_rag.evaluation.harness import score_table
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting_questions, question_sets
-from ctx_compress_rag.models.sentence_embedding import passage_vectors
+from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
 
 
@@ -68,7 +68,7 @@ def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path)
     assert [q.question for q in asked] == [e.turns[0].question for e in examples]
     assert asked[-1].passages == examples[-1].passages
     written = list(dict.fromkeys(passage for e in examples for passage in e.passages))
-    vectors = dict(zip(written, passage_vectors(written), strict=True))
+    vectors = dict(zip(written, embed_passages(written), strict=True))
     places = set()
     for q, example in zip(asked[:-1], examples, strict=False):
         [own] = example.passages

@@ -18,7 +18,7 @@ from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
 from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk_text
-from ctx_compress_rag.indexing.fit import PassageFit
+from ctx_compress_rag.indexing.fit import IndexFit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
 from ctx_compress_rag.models.sentence_embedding import load_embedder
@@ -275,7 +275,7 @@ CHINESE = "那一年洪水冲走了河边的老磨坊。主人把剩下的卖给
 def test_passages_that_the_bundle_reads_badly_are_warned_of(
     caplog: pytest.LogCaptureFixture, text: str, said: list[str]
 ) -> None:
-    fit = PassageFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+    fit = IndexFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
     for number in range(2):
         fit.look(Passage(text, f"p{number}"))
     fit.warn()
@@ -285,7 +285,7 @@ def test_passages_that_the_bundle_reads_badly_are_warned_of(
 
 
 def test_a_question_in_another_language_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    fit = PassageFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+    fit = IndexFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
     for question, said in ((ENGLISH, 0), ("Wie lange dauert die Garantie der Pumpe?", 1), (CHINESE, 1)):
         fit.warn_of_question(question)
         assert len(caplog.records) == said

@@ -13,7 +13,7 @@ import pytest
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.indexing.index import COLLECTION, PassageCollection, PassageIndex, make_index_passage, open_index
-from ctx_compress_rag.models.sentence_embedding import PACKAGED, passage_vectors
+from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.place import StoreFolder
 from helpers.store import WordBundle, passage
@@ -46,8 +46,8 @@ def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         client, raw = collection(folder, COLLECTION, {"ctx_bundle": "words", "ctx_embedder": PACKAGED})
         some = passages[start:end]
         texts = [each.text for each in some]
-        raw.upsert([str(p.id) for p in some], passage_vectors(texts), [dict(p.metadata) for p in some], texts)
-        raw.query(query_embeddings=passage_vectors(texts[:1]), n_results=1)
+        raw.upsert([str(p.id) for p in some], embed_passages(texts), [dict(p.metadata) for p in some], texts)
+        raw.query(query_embeddings=embed_passages(texts[:1]), n_results=1)
         client.close()
 
     lose(folder, add)

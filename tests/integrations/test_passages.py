@@ -20,7 +20,7 @@ from ctx_compress_rag.errors import (
 )
 from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.passage import MAX_CHARACTERS, content_id
+from ctx_compress_rag.store.passage import MAX_CHARACTERS, passage_content_id
 from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
 from helpers.ram import PASSAGES, QUESTION, close_bundle, close_store
 from helpers.ram import ask as ask_ram
@@ -61,7 +61,7 @@ def test_what_is_missing(store: SoftContextStore, ask: Ask) -> None:
     assert ask(store, passages, on_missing="error") == shown
     store.add([passage(2)], progress=False)
     by_text = [(passage(2), None), (passage(2), "another id")]
-    assert ask(store, by_text, on_missing="error") == [store.marker(content_id(passage(2)), 4)] * 2
+    assert ask(store, by_text, on_missing="error") == [store.marker(passage_content_id(passage(2)), 4)] * 2
     assert ask(store, []) == []
 
 
@@ -142,7 +142,7 @@ def test_an_id_that_no_passage_can_have_is_none(store: SoftContextStore, ask: As
     assert ask(store, passages, on_missing="text") == [passage(1), store.marker("good", 4)]
     with pytest.raises(MissingPassageError, match="not stored"):
         ask(store, passages, on_missing="error")
-    assert ask(store, passages) == store.markers([content_id(passage(1)), "good"], 4)
+    assert ask(store, passages) == store.markers([passage_content_id(passage(1)), "good"], 4)
 
 
 @FRAMEWORKS
@@ -203,7 +203,7 @@ def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask
     [record] = store.get_passages(["p"])
     assert record is not None and (record.text, record.metadata) == (passage(1, 60), {"page": 3})
     assert ask(store, [(passage(1, 60), "p")]) == [before]
-    assert ask(store, [(excerpts[5], "p")], on_missing="error") == [store.marker(content_id(excerpts[5]), 4)]
+    assert ask(store, [(excerpts[5], "p")], on_missing="error") == [store.marker(passage_content_id(excerpts[5]), 4)]
     assert store.add([passage(2)], ["p"], progress=False).updated == 1  # `add` alone replaces
     assert expand(store, store.marker("p", 4)) == passage(2)
 

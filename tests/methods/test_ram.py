@@ -13,7 +13,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, RamConfig
-from ctx_compress_rag.methods.ram.segments import Segments
+from ctx_compress_rag.methods.ram.segments import RamSegments
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.methods import compress_ids
@@ -54,7 +54,7 @@ def test_every_architecture_reads_segments_alone(name: str) -> None:
         expected = torch.stack([plain_mean(plain_states(trunk, [*bos, *ids])[len(bos) :]) for ids in segments])
         torch.testing.assert_close(soft.slots.double(), expected, atol=1e-4, rtol=1e-3)
     for text in architectures.TEXTS:
-        cut = Segments.of(backbone.tokenizer, text, 7)
+        cut = RamSegments.of(backbone.tokenizer, text, 7)
         assert "".join(text[a:b] for a, b in pairwise(cut.bounds)) == text
 
 
@@ -157,7 +157,7 @@ def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], rat
 @settings(deadline=None, max_examples=150)
 def test_segments_are_the_passage(tiny_tokenizer: Any, text: str, size: int) -> None:
     """Every token and every character once, in order, whatever the text."""
-    cut = Segments.of(tiny_tokenizer, text, size)
+    cut = RamSegments.of(tiny_tokenizer, text, size)
     assume("<|" not in text)  # a control token, which a passage holds as text and the plain tokenizer does not
     ids = tiny_tokenizer(text, add_special_tokens=False)["input_ids"]
     assert [id for segment in cut.ids for id in segment] == ids
@@ -168,14 +168,16 @@ def test_segments_are_the_passage(tiny_tokenizer: Any, text: str, size: int) -> 
 
 def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer: Any) -> None:
     text = "Oda Brink built it. Nobody else than oda brink, not Brinkley."
-    cut = Segments.of(tiny_tokenizer, text, 2)
-    where = [text[a:b] for (a, b), yes in zip(pairwise(cut.bounds), cut.holding(["Oda Brink"]), strict=True) if yes]
+    cut = RamSegments.of(tiny_tokenizer, text, 2)
+    where = [
+        text[a:b] for (a, b), yes in zip(pairwise(cut.bounds), cut.holding_answers(["Oda Brink"]), strict=True) if yes
+    ]
     first, second = "Oda Brink", "oda brink"
     joined = "".join(where)
     assert first in joined and second in joined and "Nobody" not in joined and "ley" not in joined
-    assert not any(cut.holding(["Brin", "yes", " ", ""]))
-    assert cut.holding(["nobody", "Oda Brink"]) == [
-        a or b for a, b in zip(cut.holding(["Nobody"]), cut.holding([" Oda Brink "]), strict=True)
+    assert not any(cut.holding_answers(["Brin", "yes", " ", ""]))
+    assert cut.holding_answers(["nobody", "Oda Brink"]) == [
+        a or b for a, b in zip(cut.holding_answers(["Nobody"]), cut.holding_answers([" Oda Brink "]), strict=True)
     ]
 
 
@@ -189,9 +191,9 @@ def test_positives_are_the_segments_that_hold_a_part_of_an_answer(tiny_tokenizer
     ],
 )
 def test_answers_are_found_where_no_spaces_part_words(tiny_tokenizer: Any, text: str, answer: str) -> None:
-    cut = Segments.of(tiny_tokenizer, text, 1000)
-    assert cut.holding([answer]) == [True]
-    assert cut.holding([answer[:1] + "x"]) == [False]
+    cut = RamSegments.of(tiny_tokenizer, text, 1000)
+    assert cut.holding_answers([answer]) == [True]
+    assert cut.holding_answers([answer[:1] + "x"]) == [False]
 
 
 def test_segments_are_skimmed_together_as_each_alone(bundle: Bundle) -> None:

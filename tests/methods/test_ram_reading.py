@@ -23,7 +23,7 @@ from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
-from ctx_compress_rag.store.passage import content_id
+from ctx_compress_rag.store.passage import passage_content_id
 from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
@@ -110,7 +110,7 @@ def test_missing_passages_are_left_out_of_the_count(bundle: Bundle, tmp_path: Pa
 
 def test_what_cannot_be_served_is_refused(store: SoftContextStore) -> None:
     with pytest.raises(ConfigError, match="question by question"):
-        store.markers([content_id(PASSAGES[0])], ratio=store.base_ratio)
+        store.markers([passage_content_id(PASSAGES[0])], ratio=store.base_ratio)
     for question in (None, "", " \n"):
         with pytest.raises(ConfigError, match="needs the question"):
             mark_texts(store, PASSAGES, question=question)
@@ -125,7 +125,7 @@ def test_what_cannot_be_served_is_refused(store: SoftContextStore) -> None:
 def test_segments_unlike_those_that_are_stored_are_noticed(tiny_tokenizer: Any, store: SoftContextStore) -> None:
     other = ram_bundle(tiny_tokenizer, segment_tokens=3).compressor
     with pytest.raises(FingerprintMismatchError, match="add it again"):
-        other.render(store, PASSAGES, [content_id(text) for text in PASSAGES], 2, QUESTION, None)
+        other.render(store, PASSAGES, [passage_content_id(text) for text in PASSAGES], 2, QUESTION, None)
 
 
 @pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])

@@ -10,7 +10,7 @@ import pytest
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.indexing.index import PassageIndex, open_index
-from ctx_compress_rag.indexing.retrieval import Retrieval
+from ctx_compress_rag.indexing.retrieval import IndexRetrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
@@ -34,7 +34,7 @@ def answering(opened: PassageIndex) -> Decoder:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["free", "quoted"])
 def asked(request: Any, opened: PassageIndex, answering: Decoder) -> Iterator[tuple[str, bool]]:
-    retrieval = Retrieval(opened, 2, Marking(opened.store), extractive=request.param)
+    retrieval = IndexRetrieval(opened, 2, Marking(opened.store), extractive=request.param)
     limits = ServerLimits(answer_tokens=12)
     with listening(create_app(answering, ApiKeys({ANNA: "anna"}), limits, retrieval=retrieval)) as url:
         yield url, request.param
@@ -64,7 +64,7 @@ def test_a_question_alone_is_answered_from_its_sources(
 
 
 def test_passages_of_which_nothing_is_shown_are_no_sources(opened: PassageIndex) -> None:
-    retrieval = Retrieval(opened, 4, Marking(opened.store, token_budget=40, text_share=0.5))
+    retrieval = IndexRetrieval(opened, 4, Marking(opened.store, token_budget=40, text_share=0.5))
     [asked], sources = retrieval.retrieve([{"role": "user", "content": QUESTION}])
     assert 0 < len(sources) < 4 and all(source["sentences"] or source["slots"] for source in sources)
     assert asked["content"].count("[[ctx:") == sum(source["slots"] > 0 for source in sources)
@@ -73,7 +73,7 @@ def test_passages_of_which_nothing_is_shown_are_no_sources(opened: PassageIndex)
 def test_a_question_in_another_language_is_warned_of_once(
     opened: PassageIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
-    retrieval = Retrieval(opened, 1, None)
+    retrieval = IndexRetrieval(opened, 1, None)
     foreign = "水泵的保修期有多长时间" * 3
     for question, warnings in ((QUESTION, 0), (foreign, 1), (foreign, 1)):
         retrieval.retrieve([{"role": "user", "content": question}])

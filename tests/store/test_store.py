@@ -24,7 +24,7 @@ from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoredPassage
 from ctx_compress_rag.store.key import KEY_FILE
-from ctx_compress_rag.store.passage import content_id
+from ctx_compress_rag.store.passage import passage_content_id
 from helpers.store import WordBundle, add, assert_same, passage
 
 
@@ -96,7 +96,10 @@ def test_every_kind_of_document(store: SoftContextStore) -> None:
         Document(page_content=passage(0), id=""),  # no id: the same text is the same passage
     ]
     assert store.add(documents, progress=False).added == 4
-    kept = [(each.text, each.metadata) for each in store.get_passages([content_id(passage(0)), "mine", "doc", "node"])]
+    kept = [
+        (each.text, each.metadata)
+        for each in store.get_passages([passage_content_id(passage(0)), "mine", "doc", "node"])
+    ]
     assert kept == [(passage(n), {"source": name} if name else {}) for n, name in enumerate(["", "p", "d", "n"])]
 
 
@@ -131,18 +134,27 @@ def test_ensure_takes_repeats_and_keeps_metadata(store: SoftContextStore, bundle
     assert store.get_passages(["a"])[0].metadata == {"source": "kept"}
     assert store.ensure([]) == store.stored_ids([]) == []
     excerpt, other = passage(0, 12), passage(3)
-    assert store.ensure([excerpt, other, passage(0)], ["a"] * 3) == [content_id(excerpt), content_id(other), "a"]
-    assert store.ensure([passage(4), passage(5)], ["d", "d"]) == ["d", content_id(passage(5))]
+    assert store.ensure([excerpt, other, passage(0)], ["a"] * 3) == [
+        passage_content_id(excerpt),
+        passage_content_id(other),
+        "a",
+    ]
+    assert store.ensure([passage(4), passage(5)], ["d", "d"]) == ["d", passage_content_id(passage(5))]
     asked = [passage(0), excerpt, passage(5), passage(6)]
-    assert store.stored_ids(asked, ["a", "a", "d", "d"]) == ["a", content_id(excerpt), content_id(passage(5)), None]
+    assert store.stored_ids(asked, ["a", "a", "d", "d"]) == [
+        "a",
+        passage_content_id(excerpt),
+        passage_content_id(passage(5)),
+        None,
+    ]
 
 
 def test_an_excerpt_of_anothers_passage_hides_it_from_nobody(store: SoftContextStore) -> None:
     store.add([passage(1)], ["b"], progress=False)
     excerpt = passage(1, words=12)
-    assert store.ensure([excerpt], ["b"], scope="alice") == [content_id(excerpt)]
+    assert store.ensure([excerpt], ["b"], scope="alice") == [passage_content_id(excerpt)]
     assert store.get_passages(["b"], scope="alice")[0].text == passage(1)
-    assert store.get_passages([content_id(excerpt)]) == [None]
+    assert store.get_passages([passage_content_id(excerpt)]) == [None]
 
 
 def test_threads_that_ensure_the_same_compress_once(store: SoftContextStore, bundle: WordBundle) -> None:

@@ -14,7 +14,7 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, Ratio
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, pad_token_ids
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.rendering import TransientPart
-from ctx_compress_rag.methods.ram.segments import Segments, passages_with_holes, segment_runs, slots_of_runs
+from ctx_compress_rag.methods.ram.segments import RamSegments, passages_with_holes, segment_runs, slots_of_runs
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.tokenizing import check_text_length, text_ids
 
@@ -113,7 +113,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         question, question_ids = self._checked(question)
         if not texts:
             return []
-        passages = [Segments.of(self.backbone.tokenizer, text, self.config.segment_tokens) for text in texts]
+        passages = [RamSegments.of(self.backbone.tokenizer, text, self.config.segment_tokens) for text in texts]
         represented = _representations(store, ids, passages, scope)
         asked = self.question(question_ids)
         reduction = min(store.bundle.config.ratios) if ratio is None else ratio
@@ -265,7 +265,7 @@ def skimmed_slots(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> T
 
 
 def _representations(
-    store: SoftContextStore, ids: Sequence[str], passages: Sequence[Segments], scope: str | None
+    store: SoftContextStore, ids: Sequence[str], passages: Sequence[RamSegments], scope: str | None
 ) -> Tensor:
     """Return the stored r_i of all segments: (segments, dim)."""
     stored = store.get(ids, scope, [passage.text for passage in passages])

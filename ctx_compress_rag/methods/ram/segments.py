@@ -31,7 +31,7 @@ class SegmentRun:
 
 
 @dataclass(frozen=True)
-class Segments:
+class RamSegments:
     """A passage cut into segments of equal length in tokens, except perhaps the last; no segment spans two passages.
 
     Attributes:
@@ -45,7 +45,7 @@ class Segments:
     bounds: list[int]
 
     @classmethod
-    def of(cls, tokenizer: Any, text: str, size: int) -> Segments:
+    def of(cls, tokenizer: Any, text: str, size: int) -> RamSegments:
         """Cut a passage into segments of `size` tokens.
 
         The cuts are counted from the first token of the passage, so that they are the same as when it was stored. The
@@ -74,7 +74,7 @@ class Segments:
     def text_of(self, run: SegmentRun) -> str:
         return self.text[slice(*self.span(run))]
 
-    def holding(self, answers: Sequence[str]) -> list[bool]:
+    def holding_answers(self, answers: Sequence[str]) -> list[bool]:
         """Return for each segment whether it holds an answer or a part of one, as whole words, in upper or lower case.
 
         In scripts without spaces between words, such as Chinese and Japanese, a match may be anywhere.
@@ -90,7 +90,7 @@ class Segments:
         return [any(a < end and start < b for a, b in spans) for start, end in pairwise(self.bounds)]
 
 
-def segment_runs(passages: Sequence[Segments], kept: Sequence[bool]) -> list[list[SegmentRun]]:
+def segment_runs(passages: Sequence[RamSegments], kept: Sequence[bool]) -> list[list[SegmentRun]]:
     """Return the runs of each passage of a prompt, in order (eq. 6); `kept` says for all segments which stay text."""
     done: list[list[SegmentRun]] = []
     start = 0
@@ -113,7 +113,7 @@ def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Se
 
 
 def passages_with_holes(
-    passages: Sequence[Segments], layouts: Sequence[Sequence[SegmentRun]], holes: Iterator[str]
+    passages: Sequence[RamSegments], layouts: Sequence[Sequence[SegmentRun]], holes: Iterator[str]
 ) -> list[str]:
     """Return each passage as a prompt shows it: kept runs as text, and the next of `holes` for each skimmed run."""
     return [

@@ -26,7 +26,7 @@ class SlotUpdates(Protocol):
 
     slots: Any
 
-    def on(self, slots: Any) -> AbstractContextManager[None]:
+    def at_slots(self, slots: Any) -> AbstractContextManager[None]:
         """Add updates at these slots within the context."""
 
 
@@ -73,7 +73,7 @@ def _forward(
             with ExitStack() as stack:
                 for update, own in zip(updates, slots, strict=True):
                     if own is not None:
-                        stack.enter_context(update.on(own))
+                        stack.enter_context(update.at_slots(own))
                 yield
         finally:
             _activate(adapters, before)

@@ -67,7 +67,7 @@ class TrainingExamples(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class BatchMean(ABC):
+class BatchMeanLoss(ABC):
     """The base class of losses that divide their sums by the number of items (tokens, say) in the whole batch.
 
     The batch may come in micro-batches. With the mean of each micro-batch, tokens of short answers would count more
@@ -252,7 +252,7 @@ class _Training:
         batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in batches]
         # Gradients are averaged over the processes, so a loss that is divided by all their items is multiplied by them.
         scale = 1 / len(batches)
-        if isinstance(self.model, BatchMean):
+        if isinstance(self.model, BatchMeanLoss):
             first, *others = (self.model.items(**batch) for batch in batches)
             items["num_items_in_batch"] = accelerator.reduce(sum(others, start=first).to(device))
             scale = float(self.count)

@@ -22,10 +22,10 @@ from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.text.templates import PARAPHRASES, PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import bos_token_id, text_ids
-from ctx_compress_rag.training.engine.loop import BatchMean
+from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
 from ctx_compress_rag.training.recipe import register_stage
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
@@ -46,7 +46,7 @@ class AnswerRecipe(CompressionRecipe):
         return LikelihoodLoss(bundle, weight), collate, examples
 
 
-class LikelihoodLoss(BatchMean, SlotObjective):
+class LikelihoodLoss(BatchMeanLoss, SlotObjective):
     """The cross-entropy of the answers' tokens given slots, averaged over the batch's tokens, summed over its ratios.
 
     The collator decides what the answers are: answers to questions, the passages' own text (reconstruction), or the
@@ -99,7 +99,7 @@ class AnswerCollator(ExampleCollator):
             short = self.builder.shortened(example.passages, self.max_context_tokens)
             texts = [text for text, _ in short]
             asked = recitation_example(*texts) if self.recites else example
-            template = draw_template(self.templates, example, self.seed)
+            template = draw_prompt_template(self.templates, example, self.seed)
             prompts.append(self.builder.holed_prompt(asked, template))
             if self.with_text:
                 text_prompts.append(self.builder.text_prompt(asked, template, texts))

@@ -16,7 +16,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.training.engine.loop import BatchMean
+from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import SlotObjective, TrainingBatch
 from ctx_compress_rag.training.recipe import register_stage
@@ -47,7 +47,7 @@ class DistillationRecipe(CompressionRecipe):
         return loss, collate, examples
 
 
-class DistillationLoss(BatchMean, SlotObjective):
+class DistillationLoss(BatchMeanLoss, SlotObjective):
     """The sum over ratios of KL(teacher || student) on the answers' tokens (eq. 5-6), averaged over the examples.
 
     The teacher is the bundle's decoder reading plain text.

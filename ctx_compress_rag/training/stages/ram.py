@@ -17,12 +17,12 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, pad_token_ids
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, segment_means, segment_relevance
-from ctx_compress_rag.methods.ram.segments import Segments, passages_with_holes, segment_runs, slots_of_runs
+from ctx_compress_rag.methods.ram.segments import RamSegments, passages_with_holes, segment_runs, slots_of_runs
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
-from ctx_compress_rag.training.engine.loop import BatchMean
+from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
 from ctx_compress_rag.training.recipe import register_stage
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
@@ -57,7 +57,7 @@ class RamRecipe(CompressionRecipe):
 
 
 @dataclass(frozen=True)
-class RamRow:
+class RamTrainingRow:
     """One question about `example`.
 
     Attributes:
@@ -78,7 +78,7 @@ class RamRow:
         return len(self.question)
 
 
-class RamLoss(BatchMean, SlotObjective):
+class RamLoss(BatchMeanLoss, SlotObjective):
     """The loss L_nll + L_con (eq. 9), averaged over the batch's questions.
 
     Each question draws one of the step's ratios (section 4.1). Prompts are built as `RamCompressor.render` and the
@@ -100,10 +100,10 @@ class RamLoss(BatchMean, SlotObjective):
         self.temperature = temperature
         self.contrastive = contrastive
 
-    def items(self, rows: list[RamRow], **_: Any) -> Tensor:  # type: ignore[override]
+    def items(self, rows: list[RamTrainingRow], **_: Any) -> Tensor:  # type: ignore[override]
         return torch.tensor([float(len(rows))])
 
-    def loss(self, items: Tensor, passages: list[Segments], rows: list[RamRow]) -> Tensor:  # type: ignore[override]
+    def loss(self, items: Tensor, passages: list[RamSegments], rows: list[RamTrainingRow]) -> Tensor:  # type: ignore[override]
         ids, mask = pad_token_ids([ids for passage in passages for ids in passage.ids], self.bundle.backbone.device)
         hidden = self.ram.read(ids, mask)
         means, counts = segment_means(hidden, mask), mask.sum(1)
@@ -159,19 +159,19 @@ class RamCollator(ExampleCollator):
     segment_tokens: int
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        passages: dict[str, Segments] = {}
-        rows: list[RamRow] = []
+        passages: dict[str, RamSegments] = {}
+        rows: list[RamTrainingRow] = []
         for example in examples:
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
             for text in texts:
                 if text not in passages:
-                    passages[text] = Segments.of(self.builder.tokenizer, text, self.segment_tokens)
+                    passages[text] = RamSegments.of(self.builder.tokenizer, text, self.segment_tokens)
             for turn in example.turns:
                 alone = Example(example.passages, (turn,))
                 rows.append(
-                    RamRow(
+                    RamTrainingRow(
                         alone,
-                        draw_template(self.templates, alone, self.seed),
+                        draw_prompt_template(self.templates, alone, self.seed),
                         [list(passages).index(text) for text in texts],
                         self._question_ids(turn.question),
                         [flag for text in texts for flag in _positives(passages[text], turn)],
@@ -186,10 +186,10 @@ class RamCollator(ExampleCollator):
         return ids
 
 
-def _positives(passage: Segments, turn: Turn) -> list[bool]:
+def _positives(passage: RamSegments, turn: Turn) -> list[bool]:
     if turn.evidence:
         return passage.quoted(turn.evidence)
-    return passage.holding([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])
+    return passage.holding_answers([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])
 
 
 register_stage(RamRecipe, make_compression_job)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
-from ctx_compress_rag.decoding.splice import predict_answers, splice_prompts
+from ctx_compress_rag.decoding.splice import answer_token_logits, splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
@@ -27,7 +27,7 @@ from ctx_compress_rag.training.config import PackingConfig
 from ctx_compress_rag.training.engine.packing import PackedSlots, RowPacker, collate_packed, packed_loss
 from ctx_compress_rag.training.examples import load_training_texts, recitation_example
 from ctx_compress_rag.training.objective import SlotObjective
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
 from ctx_compress_rag.training.recipe import register_stage
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
@@ -155,7 +155,7 @@ def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[
         ]
         batch = splice_prompts(bundle.backbone.embeddings, prompts)
         with bundle.soft_decoder(batch.slot_mask) as model:
-            found[name] = float(F.cross_entropy(*predict_answers(model, batch, prompts)))
+            found[name] = float(F.cross_entropy(*answer_token_logits(model, batch, prompts)))
     return found
 
 
@@ -218,7 +218,7 @@ class _Filling:
         if not self.waiting:
             return False
         example = self.waiting.pop()
-        template = draw_template(self.data.recipe.data.templates, example, self.data.recipe.seed)
+        template = draw_prompt_template(self.data.recipe.data.templates, example, self.data.recipe.seed)
         ids = [self.data.builder.passage_ids(passage) for passage in example.passages]
         ratio = self.rng.choice(self.ratios)
         turns = example.turns

@@ -19,12 +19,12 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.training.config import PackingConfig, Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import transformers_layers
-from ctx_compress_rag.training.engine.loop import BatchMean, Collate, TrainingJob, training_processes
+from ctx_compress_rag.training.engine.loop import BatchMeanLoss, Collate, TrainingJob, training_processes
 from ctx_compress_rag.training.engine.packing import PackedRows, RowPacker, collate_packed, packed_loss
 from ctx_compress_rag.training.engine.speedups import speed_up_training
 from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import ExampleCollator
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_template
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
 from ctx_compress_rag.training.recipe import register_stage
 
 
@@ -51,7 +51,7 @@ class TeacherRecipe(Recipe):
         return self
 
 
-class AnswerLoss(BatchMean, nn.Module):
+class AnswerLoss(BatchMeanLoss, nn.Module):
     """The next-token loss on the answers' tokens, averaged over the batch."""
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -78,7 +78,7 @@ class TextCollator(ExampleCollator):
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         prompts = []
         for example in examples:
-            template = draw_template(self.templates, example, self.seed)
+            template = draw_prompt_template(self.templates, example, self.seed)
             # Truncate passages, never the prompt, which ends with the answer.
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
             prompts.append(self.builder.text_prompt(example, template, texts))
@@ -123,7 +123,7 @@ class PackedTextData:
         random.Random(f"{self.recipe.seed}:{number}").shuffle(numbers)
         for place in numbers:
             example = self.examples[place % len(self.examples)]
-            prompt = self.builder.text_prompt(example, draw_template(data.templates, example, self.recipe.seed))
+            prompt = self.builder.text_prompt(example, draw_prompt_template(data.templates, example, self.recipe.seed))
             if packer.fits(prompt.length):
                 packer.add(prompt.ids(), prompt.answers)
         return packer.packed()
