@@ -127,7 +127,7 @@ class AdaptedBundle(Bundle):
 
 @contextmanager
 def open_adapted_model(reading: AbstractContextManager[Any], adapter: Adapter | None) -> Iterator[Any]:
-    """Yield the model of `text_decoder` or `soft_decoder`, locked for this thread, with an adapter or none."""
+    """Yield the model that `reading` (a `text_decoder` or `soft_decoder`) gives, with `adapter` on it, if any."""
     with reading as model, apply_adapter(model, adapter):
         yield model
 

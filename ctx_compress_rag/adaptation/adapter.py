@@ -33,7 +33,7 @@ def qkv_projections(model: Any) -> dict[str, tuple[int, int]]:
     """Return the Q/K/V projections of every attention block, as name in the model -> (d_in, d_out).
 
     A decoder that computes the three with one matrix (Phi-3's `qkv_proj`) has one projection per block, and one adapter
-    on it, whose rows are those of Q, K and V, which then share the factor `a`.
+    on it, whose outputs are Q, K and V one after another, which then share the factor `a`.
 
     Raises:
         ConfigError: an attention block has other projections.

@@ -55,7 +55,7 @@ class AdaptationTasks:
         self.examples = {name: held_out.without(rows, name, passages=False) for name, rows in self.examples.items()}
 
     def draw(self, number: int, demonstrations: int, seed: int) -> Episode:
-        """Return an episode of a random task; the same number and seed give the same episode."""
+        """Return the episode of this number (its index), of a random task; the same number and seed give the same."""
         rng = random.Random(f"{seed}:{number}")
         name = rng.choice(list(self.examples))
         examples = self.examples[name]

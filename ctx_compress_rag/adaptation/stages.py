@@ -43,7 +43,7 @@ class AnswersMeanLoss(BatchMeanLoss, nn.Module):
         return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
 
     def share(self, items: Tensor, rows: list[Prompt], adapter: Adapter | None) -> Tensor:
-        """Return the part of the loss that comes from `rows`; `items`, (1,), counts the whole batch's answer tokens."""
+        """Return the loss's part that the prompts `rows` have; `items`, (1,), counts the batch's answer tokens."""
         loss = answer_losses(self.decoder, [rows], adapter)[0]
         return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
 
@@ -114,7 +114,7 @@ class MatchingLoss(nn.Module):
 
 
 def open_recipe_decoder(recipe: AdaptationRecipe) -> Decoder:
-    """Load the recipe's decoder to this training process's device."""
+    """Return the recipe's decoder, loaded, from the hub if need be, to this training process's device."""
     device = training_processes().device
     if recipe.decoder is not None:
         return Decoder(PlainDecoder.load(recipe.decoder, recipe.revision, device))
@@ -147,7 +147,7 @@ class EpisodeBatches:
 
 
 def make_retrieval_adapter_job(recipe: RetrievalAdapterRecipe) -> TrainingJob:
-    """Make the job that trains the base retrieval adapter."""
+    """Return a job that will train the base retrieval adapter, and save it."""
     decoder = open_recipe_decoder(recipe)
     bundle = decoder.bundle
     trained = RetrievalAdapterLoss(bundle, recipe.rank, recipe.alpha)

@@ -237,7 +237,7 @@ class Bundle(PlainDecoder):
         self.save_report(folder)
 
     def save_report(self, folder: str | Path) -> None:
-        """Write only the training report and the model card into the bundle's folder."""
+        """Write only the training report and the model card into `folder`, which must exist."""
         Path(folder, REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         Path(folder, "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
@@ -319,7 +319,7 @@ class Bundle(PlainDecoder):
         return embedded.to(self.backbone.dtype)
 
     def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        """Return a context manager that locks the decoder for this thread, set up to read soft contexts.
+        """Return a context manager that gives the transformers model, locked for this thread, to read soft contexts.
 
         `slot_mask` is bool (batch, length), True at the slots of the prompts that the decoder will read.
         """

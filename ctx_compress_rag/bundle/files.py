@@ -149,7 +149,7 @@ def read_bundle_config(path: Path, changes: Mapping[str, Any] | None = None) -> 
 
 
 def read_bundle_report(path: Path) -> dict[str, Any]:
-    """Return a bundle's training report, empty without a file. Raise BundleError if the file is damaged."""
+    """Return a bundle's training report, {} if there is no file; raise BundleError if the file is damaged."""
     try:
         report = json.loads(path.read_bytes()) if path.exists() else {}
     except (ValueError, RecursionError) as error:

@@ -66,5 +66,5 @@ class PlainDecoder(ProcessBound):
         return self.weights_digest
 
     def text_decoder(self) -> AbstractContextManager[Any]:
-        """Return a context manager that locks the decoder for this thread, set up to read plain text (the teacher)."""
+        """Return a context manager that gives the model (the teacher), locked for this thread, to read plain text."""
         return self.backbone.use(TEACHER if TEACHER in self.backbone.adapters else None)

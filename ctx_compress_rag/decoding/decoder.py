@@ -129,7 +129,7 @@ class Decoder:
         return pieces()
 
     async def astream(self, prompt: PromptLike, sampling: Sampling = _GREEDY) -> AsyncGenerator[str | Generation, None]:
-        """Return an asynchronous generator of what `stream` yields, without blocking the event loop."""
+        """Return, when awaited, an asynchronous generator of what `stream` yields; the event loop is not blocked."""
         prepared = await asyncio.to_thread(self.preparer.prepare, [prompt], extractive=sampling.extractive)
 
         async def pieces() -> AsyncGenerator[str | Generation, None]:

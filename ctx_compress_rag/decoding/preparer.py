@@ -53,7 +53,7 @@ class PromptPreparer:
         self._tokenizer = PromptTokenizer(bundle.tokenizer)
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the token ids of `text` without a BOS; each slot becomes a padding token, which no text contains."""
+        """Return the decoder's token ids of `text` without BOS; a slot of its markers is a padding token, not text."""
         texts, markers = self._around_markers(self._split(text))
         first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
         ids: list[int] = first

@@ -58,7 +58,7 @@ def splice_prompts(embed: nn.Module, prompts: Sequence[Prompt]) -> SplicedPrompt
 
 
 def open_decoder_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which this thread alone has the decoder's model, ready for slots (if `soft`) or for text."""
+    """Return a context manager that gives the model, locked for this thread, for slots (if `soft`) or plain text."""
     return bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder()
 
 

@@ -102,7 +102,7 @@ def answer_questions(
     log: str | Path | None = None,
     **asking: Unpack[EvaluationOptions],
 ) -> SystemAnswers:
-    """Return each system's answers to all questions, at every ratio unless the system (FULL, NONE) has none."""
+    """Return each system's answers at every ratio, or once (FULL, NONE); a `log` file keeps and resumes them."""
     check_evaluated_ratios(bundle, ratios)
     about = evaluation_conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
@@ -123,7 +123,7 @@ def system_ratio_keys(systems: Sequence[str], ratios: Sequence[int]) -> list[Key
 def evaluation_stores(
     bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int], **asking: Unpack[EvaluationOptions]
 ) -> Iterator[tuple[list[int], EvaluationPrompts]]:
-    """Yield groups of ratios; for each, fill a store with the passages and yield what makes prompts from that store."""
+    """Yield groups of ratios, each with a maker of prompts from a temporary store that is closed before the next."""
     # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
     shared = all(map(bundle.can_read, ratios))
     for group in [list(ratios)] if shared else [[ratio] for ratio in ratios]:

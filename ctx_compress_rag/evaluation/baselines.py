@@ -16,8 +16,8 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 def truncate_passages(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
     """Return the first tokens of each passage as text; the passages share the budget in proportion to their lengths.
 
-    Shares are whole tokens by the method of largest remainders, so that they sum to the budget. The tokenizer must be a
-    fast one, because offsets are needed.
+    Shares are whole tokens by the method of largest remainders, so that they sum to the budget; passages within it stay
+    whole. The tokenizer must be a fast one, because offsets are needed.
     """
     lengths = [count_tokens(text, tokenizer) for text in passages]
     total = sum(lengths)

@@ -30,8 +30,8 @@ class ScoreCurve:
 def plot_scores(path: str | Path, curves: Sequence[ScoreCurve], levels: Mapping[str, float], title: str = "") -> Path:
     """Save a plot of answer F1 against the compression ratio as a PNG; return its path.
 
-    The first of `curves` is what the plot is about; five curves can be told apart. `levels` are scores that have no
-    ratio (full text, no context), drawn as horizontal lines.
+    The first of `curves` is what the plot is about, in a thicker line; styles repeat after five. `levels` are scores
+    that have no ratio (full text, no context), drawn as horizontal lines.
     """
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()

@@ -25,7 +25,7 @@ class Question:
 
 
 def questions_of(examples: Sequence[Example], limit: int | None = None) -> list[Question]:
-    """Return a question for each turn, first turns of all examples first, so that a limit spreads over examples."""
+    """Return a question for each turn, at most `limit` (None: all), all examples' first turns before later ones."""
     turns = max(len(e.turns) for e in examples)
     questions = [
         Question(e.passages, e.turns[i].question, e.turns[i].answers)

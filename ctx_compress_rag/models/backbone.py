@@ -119,7 +119,7 @@ class Backbone:
         return model.eval().requires_grad_(False)
 
     def add_adapter(self, name: str, config: Callable[[], Any]) -> None:
-        """Add a LoRA adapter, frozen and inactive, under `name`; `config` returns its peft LoraConfig."""
+        """Make a LoRA adapter `name`, untrained, frozen and inactive; `config` returns its peft LoraConfig."""
         self.adapters.add(name)
         self.when_loaded(lambda: self._inject(name, config()))
 
@@ -135,7 +135,7 @@ class Backbone:
         self._activate(self._active)
 
     def train_adapter(self, name: str) -> list[nn.Parameter]:
-        """Make the adapter `name` trainable, and return its parameters."""
+        """Make the existing adapter `name` trainable, in float32, and return its parameters."""
         parameters = [p for n, p in self.model.named_parameters() if f".{name}." in n and "lora_" in n]
         for parameter in parameters:
             # peft gives adapters the decoder's precision; bfloat16 would lose most of a small step.
@@ -203,7 +203,7 @@ class Backbone:
                     parameter.copy_(state[name_without_peft(name)])
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
-        """Return the weights of the adapter `name`, by the names that peft's files use."""
+        """Return the weights of the existing adapter `name`, on the CPU, by the names that peft's files use."""
         from peft import get_peft_model_state_dict
 
         # Adapters never contain embeddings here; by default, peft would ask the hub whether they might.

@@ -56,7 +56,7 @@ class GgufDecoder(Strict):
 
 
 def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
-    """Return the path of a decoder's file; raise a BundleError if it is missing, not GGUF, or has another SHA-256."""
+    """Return a file's path, downloaded if in a `repo`; raise BundleError if missing, not GGUF or of another SHA-256."""
     if decoder.path is not None:
         file = Path(decoder.path)
     elif decoder.package is not None:

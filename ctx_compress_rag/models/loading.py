@@ -76,7 +76,7 @@ def open_decoder(
 
     The options are those of `Bundle.from_pretrained`. `subfolder` is the decoder's place in the folder or repository.
 
-    Returns: the model, not yet loaded, and the tokenizer, which pads on the left.
+    Returns: the model, whose weights are not yet loaded or downloaded, and the tokenizer, which pads on the left.
 
     Raises:
         ConfigError: an option is impossible, or impossible on this machine.
@@ -127,7 +127,7 @@ def load_decoder(
 
 @contextmanager
 def progress_line(what: str) -> Iterator[None]:
-    """Show a line on stderr, if it is a terminal, in place of transformers' bars and reports of what is loaded."""
+    """Show a line on stderr, if a terminal, within the context, in place of transformers' bars and loading reports."""
     from huggingface_hub.utils.tqdm import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
@@ -240,7 +240,7 @@ def _from_int8(file: Path, dtype: torch.dtype) -> Any:
 
 
 def convert_weights(model: Any, dtype: torch.dtype) -> Any:
-    """Convert a model's weights to `dtype`, but not its buffers, because bfloat16 would shift rotary frequencies."""
+    """Convert a model's weights in place, and return it; buffers stay, as bfloat16 would shift rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

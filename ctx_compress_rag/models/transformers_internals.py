@@ -39,13 +39,13 @@ def cache_argument(model: Any) -> str:
 
 
 def cut_kv_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
-    """Keep only these rows of a DynamicCache, and only their positions from `start` on."""
+    """Keep, in place, only these rows (prompts) of a DynamicCache, and only their positions from `start` on."""
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[rows, :, start:], layer.values[rows, :, start:]
 
 
 def join_kv_caches(cache: Any, new: Any, length: int) -> None:
-    """Pad two DynamicCaches on the left to `length` positions, and append the rows of the second to the first.
+    """Pad two DynamicCaches on the left to `length` positions, and append the second's rows (prompts) to the first.
 
     If memory runs out, some layers have the new rows and some have not; `cut_kv_cache` then removes them.
     """

@@ -36,7 +36,7 @@ class PublishedCheckpoint:
 
     @classmethod
     def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> PublishedCheckpoint:
-        """List a folder's or hub repository's files. Raise ConfigError for a folder's revision or a wrong subfolder."""
+        """List a folder's or (online) repository's files; raise ConfigError for a folder's revision or no subfolder."""
         root = Path(name)
         if not root.is_dir():
             whole = _on_hub(name, revision)

@@ -111,7 +111,7 @@ class ChromaCollection:
         return {id: (text, row) for id, text, row in self._get_paged(ids, "documents", "metadatas")}
 
     def matching(self, field: str, values: Mapping[str, str]) -> set[str]:
-        """Return the ids whose record has, in `field`, the id's value in `values`. No other record may have it."""
+        """Return those ids of `values` (id to value) whose record has the value in `field`. No other record may."""
         matching: set[str] = set()
         for ids in chroma_pages(list(values)):
             # Chroma takes six times as long if it is given the ids, too.
@@ -173,7 +173,7 @@ class ChromaCollection:
 
     @shielded_from_interrupts
     def check_writable(self) -> None:
-        """Raise StoreError if a write would be refused now."""
+        """Raise StoreError if a write would be refused now; a missing folder is created."""
         self._check_open()
         self.place.check_writable(self._lock_timeout)
 

@@ -21,7 +21,7 @@ _NAME = re.compile(rf"[a-zA-Z0-9][a-zA-Z0-9._-]{{1,{_LONGEST - 2}}}[a-zA-Z0-9]")
 def connect_store(location: Location | StorePlace) -> StorePlace:
     """Return the place that a path, a Chroma client or a collection stands for. A client of a folder gives the folder.
 
-    Raises ConfigError for anything else, such as an asynchronous client, and StoreError for a path to a file.
+    Nothing is created. Raises ConfigError for anything else, such as an asynchronous client, StoreError for a file.
     """
     if isinstance(location, StorePlace):
         return location
@@ -43,7 +43,7 @@ def connect_store(location: Location | StorePlace) -> StorePlace:
 
 
 def companion_collection(location: object, collection: str) -> str:
-    """Return the name of the collection of soft contexts for the app's, which is `location` or named `collection`."""
+    """Return the name, with `-ctx`, of the collection beside the app's, which is `location` or named `collection`."""
     if isinstance(location, chromadb.Collection):
         check_app_collection(location)
         collection = location.name

@@ -72,7 +72,7 @@ class StorePlace(ABC):
         """
 
     def check_writable(self, timeout: float) -> None:  # noqa: B027
-        """Raise the error that `writing` would."""
+        """Raise the error that `writing` would, and create a missing folder with its lock files, but no store."""
 
     @abstractmethod
     def close(self) -> None:

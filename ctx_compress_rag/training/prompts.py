@@ -99,7 +99,7 @@ class TrainingPromptBuilder:
         return self._with_answers(example, self._prompt_tokenizer.encode([first]), later).fill([])
 
     def holed_prompt(self, example: Example, template: str, context: str | None = None) -> PromptTemplate:
-        """Return the example as a prompt with a hole for each passage, or with `context`, which may hold `HOLE`."""
+        """Return the example as a prompt with a hole for each passage, or for each `HOLE` in the text `context`."""
         if context is None:
             context = self.separator.join([self.HOLE] * len(example.passages))
         first, *later = self._turn_texts(example, template, context)

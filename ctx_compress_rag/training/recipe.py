@@ -53,7 +53,7 @@ def load_recipe(path: str | Path) -> BaseRecipe:
 
 
 def recipe_names(name: str) -> list[str]:
-    """Return the recipes that a name stands for: itself, or those in a folder (perhaps shipped), sorted by name."""
+    """Return the paths of the recipes in the folder `name` (perhaps shipped), sorted, or [name] if it is no folder."""
     folder = Path(name) if Path(name).is_dir() else find_recipe(name)
     return sorted(str(file) for file in folder.glob("*.yaml")) if folder and folder.is_dir() else [name]
 

@@ -43,7 +43,7 @@ def gguf_weights_digest(bundle: Bundle, side: Side) -> str:
 
 
 def gguf_sides(bundle: Bundle) -> tuple[Side, ...]:
-    """Return the sides that need a file, which is "text" alone if the same weights read slots and text."""
+    """Return which of "reader" (slots) and "text" need a file; "text" alone if the same weights read both."""
     reader = plain_reader(bundle, "llama.cpp")
     frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
     return ("text",) if frozen else ("reader", "text")

@@ -44,7 +44,7 @@ def transformers_layers(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
-    """Checkpoint these decoder layers from now on; `model` contains the modules that add updates to them."""
+    """From now on, keep only `layers`' inputs, and run them again in the backward pass; `model` has `SlotUpdates`."""
     updates = [module for module in model.modules() if isinstance(module, SlotUpdates)]
     for layer in layers:
         adapters = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]

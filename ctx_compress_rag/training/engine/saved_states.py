@@ -76,7 +76,7 @@ def load_training_state(accelerator: Accelerator, checkpoint: Path) -> dict[str,
 
 
 def last_checkpoint(accelerator: Accelerator, output: Path, steps: int) -> Path | None:
-    """Return the last complete checkpoint, or None; the main process removes incomplete ones.
+    """Return the folder of the last complete checkpoint, or None; the main process deletes incomplete ones.
 
     Raises:
         ConfigError: the checkpoint is beyond the recipe's last step.
@@ -116,7 +116,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def write_errors_named(what: Path) -> Iterator[None]:
-    """Turn errors of torch and safetensors, which on a full disk do not say so, into an OSError that names `what`."""
+    """Turn errors of torch and safetensors in the block, which do not tell of a full disk, into OSErrors on `what`."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def speed_up_training(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
-    """Make a decoder's adapters train as fast as the recipe allows; call it after the choice of trained weights.
+    """Round and compile a decoder in place, as far as `optim` says; trained weights must require gradients before.
 
     `dynamic` says that batches differ in shape, and `saved` that frozen weights will be saved, so they are not rounded.
     """
@@ -39,7 +39,7 @@ def compile_decoder_layers(model: Any, dynamic: bool = False) -> None:
 
 
 def round_frozen_weights(model: Any) -> None:
-    """Convert weights that are not trained to bfloat16 once, so that they are not cast at every use."""
+    """Convert weights that are not trained to bfloat16, in place, so that they are not cast at every use."""
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()

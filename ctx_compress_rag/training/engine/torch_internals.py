@@ -9,7 +9,7 @@ import torch
 
 
 def compile_for_all() -> None:
-    """Let one layer's code be compiled often; where there is no compiler, train without, more slowly."""
+    """Set torch, for the process, to compile one layer's code often, and to run it uncompiled without a compiler."""
     torch._dynamo.config.suppress_errors = True
     # The same code is compiled for each adapter, with and without gradients, and for each kind of mask.
     torch._dynamo.config.recompile_limit = 64

@@ -150,7 +150,7 @@ class CompressionRecipe(Recipe):
 
 
 def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
-    """Make the job that trains a bundle and saves it. Its report includes the reports of earlier stages."""
+    """Return a job that will train a bundle and save it. Its report includes the reports of earlier stages."""
     examples = load_training_examples(recipe)
     bundle = bundle_to_train(recipe, examples)
     objective, collate, arranged = recipe.objective(bundle, examples)
@@ -183,7 +183,7 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
 
 
 def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
-    """Return the bundle that training starts from."""
+    """Load the recipe's `bundle` with the recipe's settings, or make an untrained one for its `decoder`."""
     settings: dict[str, Any] = {
         "name": recipe.name,
         "base_ratio": recipe.base_ratio,

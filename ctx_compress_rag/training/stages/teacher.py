@@ -130,7 +130,7 @@ class PackedTextData:
 
 
 def make_teacher_job(recipe: TeacherRecipe) -> TrainingJob:
-    """Make the job that trains a decoder on the recipe's questions."""
+    """Return a job that will train a decoder's adapter on the recipe's questions, and save the adapter."""
     from peft import get_peft_model
 
     examples: Any = load_training_examples(recipe)
