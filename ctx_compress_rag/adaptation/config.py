@@ -85,7 +85,7 @@ class PredictorSettings(Strict):
 
 
 class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
-    """The recipe of the update predictor, which is trained on the updates of gradient descent (eq. 9).
+    """The recipe of the update predictor, which predicts what gradient descent on demonstrations would change (eq. 9).
 
     Attributes:
         base: the folder of the base retrieval adapter.

@@ -156,7 +156,7 @@ def agreement_text(agreements: Sequence[Agreement]) -> str:
 
 
 def save_agreement(agreements: Sequence[Agreement], folder: str | Path) -> None:
-    """Write agreement.md and agreement.json into a folder."""
+    """Write agreement.md and agreement.json into a folder, which is made if needed."""
     text = f"{agreement_table(agreements)}\n\n{agreement_advice(agreements)}"
     report.write_report(folder, "agreement", text, [asdict(each) for each in agreements])
 

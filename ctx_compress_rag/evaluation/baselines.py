@@ -33,7 +33,7 @@ def truncate_passages(passages: Sequence[str], tokenizer: Any, budget: int) -> l
 def extract_sentences(
     near: Sequence[Sequence[ScoredSentence]], tokens: Callable[[str], Sequence[int]], budget: int
 ) -> list[str]:
-    """Return the sentences nearest to the question that fit, in the text's order; the first that does not is cut."""
+    """Return, per passage, its sentences nearest to the question that fit, in order; the first that does not is cut."""
 
     def count(shown: Sequence[ShownPassage]) -> int:
         return len(tokens(PASSAGE_SEPARATOR.join(each.text for each in shown if each.text)))

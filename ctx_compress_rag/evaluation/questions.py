@@ -50,13 +50,13 @@ class NeighborPassages:
         self._vectors = embed_passages(self._passages)
 
     def of(self, passage: str, answers: Sequence[str]) -> Iterator[str]:
-        """Yield the other passages that mention none of the answers, nearest first."""
+        """Yield the set's other passages that mention none of the answers, nearest to `passage` (in the set) first."""
         order = np.argsort(-(self._vectors @ self._vectors[self._places[passage]]), kind="stable")
         others = (self._passages[place] for place in order)
         return (other for other in others if other != passage and not mentions_answer(other, answers))
 
     def among(self, q: Question, count: int) -> Question:
-        """Return the question with near passages added until it has `count`, in the same random order at every call."""
+        """Return the question with neighbors of its first passage, up to `count` in all, always in one random order."""
         others = (other for other in self.of(q.passages[0], q.answers) if other not in q.passages)
         added = [other for other, _ in zip(others, range(count - len(q.passages)), strict=False)]
         if not added:

@@ -32,7 +32,7 @@ def load_minilm(device: str) -> SentenceTransformer:
 
 @cache
 def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
-    """Return a sentence-transformers model, loaded once; `name` is a folder, a hub id, or "minilm" (packaged)."""
+    """Return a sentence-transformers model, loaded once; `name` is a folder, hub id (downloaded) or "minilm"."""
     if name == PACKAGED:
         return load_minilm("cpu")
     with needs("sentences"):

@@ -161,7 +161,7 @@ class ChromaCollection:
 
     @shielded_from_interrupts
     def upsert(self, ids: Sequence[str], embeddings: Any, rows: Sequence[Row], texts: Any = None) -> None:
-        """Write whole records, at most `PAGE`. They are stored durably when this returns."""
+        """Write whole records, new or in place of those with these ids, at most `PAGE`; durable when this returns."""
         with self._writing() as collection:
             collection.upsert(ids=list(ids), embeddings=embeddings, metadatas=list(rows), documents=texts)
 

@@ -16,10 +16,14 @@ class DataConfig(Strict):
     """The data that a recipe trains on: files of questions, or of plain text.
 
     Attributes:
-        held_out: files of questions that the bundle will be scored with. Examples that share a question or passage with
-            them are left out, and their number is logged (see `data.held_out`).
+        files: JSONL files of questions (see `data.examples.read_jsonl`).
+        mix: how examples become prompts of several passages; None leaves the examples as they are, in random order.
         most_words: examples of `files` that have a passage with more words are left out.
         part: the part of the examples to use; None uses all.
+        max_turns: the most questions about the same passages in one example.
+        held_out: files of questions that the bundle will be scored with. Examples that share a question or passage with
+            them are left out, and their number is logged (see `data.held_out`).
+        templates: prompt templates, of which one is drawn for each example.
     """
 
     files: list[Path] = []

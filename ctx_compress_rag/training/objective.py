@@ -112,7 +112,7 @@ class SlotObjective(nn.Module, ABC):
             return answer_token_logits(model, spliced, prompts)
 
     def divergence(self, logits: Tensor, targets: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-        """Return KL(teacher || student), summed over the answers of `rows`; `targets` are `teacher_log_probs`."""
+        """Return the summed KL(teacher || student), from `answer_logits` of `rows` and `teacher_log_probs` of all."""
         wanted = torch.cat([targets[row] for row in rows])
         return F.kl_div(F.log_softmax(logits, dim=-1), wanted, reduction="sum", log_target=True)
 

@@ -79,7 +79,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
 
 
 def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str]:
-    """Write GGUF files; for a decoder of another format, write checkpoints and return commands that convert them."""
+    """Write GGUF files and return []; without a GGUF decoder, checkpoints and the shell commands to convert them."""
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []
     for side in gguf_sides(bundle):

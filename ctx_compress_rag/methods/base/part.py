@@ -41,7 +41,7 @@ class MethodPart(nn.Module, ABC):
         return {name: p.detach().cpu().contiguous() for name, p in self.saved_parameters().items()}
 
     def load_saved_state(self, state: dict[str, Tensor]) -> None:
-        """Load what `saved_state` returned; raise a BundleError if names or shapes differ."""
+        """Copy what `saved_state` returned into this part; raise BundleError if names or shapes differ."""
         parameters = self.saved_parameters()
         if odd := sorted(state.keys() ^ parameters.keys()):
             raise BundleError(

@@ -103,7 +103,7 @@ def segment_runs(passages: Sequence[RamSegments], kept: Sequence[bool]) -> list[
 
 
 def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[SegmentRun]]) -> list[SoftContext]:
-    """Return the slots of each skimmed run, in order. They are all empty if skimmed segments are dropped.
+    """Return each skimmed run's slots, in order (empty if those segments are dropped); `layouts` is of `segment_runs`.
 
     Shape: (skimmed segments, dim) or (0, dim), source tokens of each (skimmed segments,)
     """
@@ -115,7 +115,7 @@ def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[Se
 def passages_with_holes(
     passages: Sequence[RamSegments], layouts: Sequence[Sequence[SegmentRun]], holes: Iterator[str]
 ) -> list[str]:
-    """Return each passage as a prompt shows it: kept runs as text, and the next of `holes` for each skimmed run."""
+    """Return each passage as a prompt shows it: kept runs as text, the next of `holes` (a marker) for a skimmed run."""
     return [
         "".join(passage.text_of(run) if run.kept else next(holes) for run in runs)
         for passage, runs in zip(passages, layouts, strict=True)

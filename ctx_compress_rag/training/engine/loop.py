@@ -120,8 +120,8 @@ def train_job(
 ) -> dict[str, Any]:
     """Train a job's model, write `loss.json`, and return a report.
 
-    Checkpoints go to `output/checkpoints`. An interrupted run resumes from the last one with the same data order,
-    learning rate and random state. `deadline` is in seconds of `time.monotonic`; None sets no limit.
+    Checkpoints go to `output/checkpoints`. With `resume`, training goes on from the last one, if any, with the same
+    data order, learning rate and random state. `deadline` is in seconds of `time.monotonic`; None sets no limit.
 
     Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
     """
