@@ -69,7 +69,7 @@ class UpdatePredictor(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, pooled: Tensor, wanted: Mapping[str, Tensor]) -> None:
-        """Measure mean, spread and gains on some contexts, so that first updates have about the norms of their targets.
+        """Set mean, spread and gains, measured on some contexts, so that first updates have about their targets' norms.
 
         The norms are equal in the geometric mean. `wanted` holds the targets' norms by projection, (contexts,).
         """

@@ -63,7 +63,7 @@ def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def train_decoder_copy(model: nn.Module) -> list[nn.Parameter]:
-    """Make a copy of the decoder trainable, except for the shared embeddings; return the trainable parameters.
+    """Make `model`, a copy of the decoder, trainable but for the shared embeddings; return the trainable parameters.
 
     If the decoder's head is tied to its embeddings, the head is also shared, and frozen.
 

@@ -116,7 +116,7 @@ class AnswerCollator(ExampleCollator):
 class NextTokenRecipe(CompressionRecipe):
     """The recipe of stage next_token: the likelihood of what follows a compressed beginning (ComprExIT, section 3.3).
 
-    Compresses `data.max_context_tokens`, predicts the next `data.max_answer_tokens`, and ignores questions.
+    The first `data.max_context_tokens` are compressed, the next `data.max_answer_tokens` predicted, questions ignored.
     """
 
     asks = False

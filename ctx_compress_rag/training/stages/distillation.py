@@ -93,7 +93,7 @@ class RepeatingExample(Example):
 
 
 def draw_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
-    """Draw passages of each batch to repeat, and add each to the batch's first example that has it.
+    """Return the examples with `repeat` passages drawn in each batch, each noted at the batch's first example with it.
 
     Passages are drawn for whole batches, so that micro-batches and processes change nothing.
     """
