@@ -123,7 +123,7 @@ def open_recipe_decoder(recipe: AdaptationRecipe) -> Decoder:
 
 
 class EpisodeBatches:
-    """A maker of batches for a recipe's loss: numbers of episodes become those episodes' prompts."""
+    """A maker of batches for a recipe's loss, which turns numbers (indices) of episodes into the episodes' prompts."""
 
     def __init__(self, recipe: AdaptationRecipe, decoder: Decoder, demonstrations: int = 0) -> None:
         self.decoder, self.demonstrations, self.seed = decoder, demonstrations, recipe.seed

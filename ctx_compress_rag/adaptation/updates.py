@@ -102,7 +102,7 @@ def update_inner_products(one: Adapter, other: Adapter) -> dict[str, Tensor]:
 
 
 def update_norms(adapter: Adapter) -> dict[str, Tensor]:
-    """Return the Frobenius norms of an adapter's rows, as `update_inner_products`; not zero, so they can divide."""
+    """Return the Frobenius norms of an adapter's rows, as `update_inner_products`; never zero, for divisions."""
     products = update_inner_products(adapter, adapter)
     return {n: product.clamp(min=torch.finfo(product.dtype).tiny).sqrt() for n, product in products.items()}
 

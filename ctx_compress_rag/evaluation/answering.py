@@ -102,7 +102,7 @@ def answer_questions(
     log: str | Path | None = None,
     **asking: Unpack[EvaluationOptions],
 ) -> SystemAnswers:
-    """Return each system's answers at every ratio, or once (FULL, NONE); a `log` file keeps and resumes them."""
+    """Return each system's answers at every ratio, or once (FULL, NONE); the file `log`, if any, lets a run resume."""
     check_evaluated_ratios(bundle, ratios)
     about = evaluation_conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])

@@ -51,7 +51,7 @@ class Backbone:
 
     @property
     def model(self) -> Any:
-        """Return the transformers causal LM, its own weights frozen; raise a BundleError if it cannot be loaded."""
+        """Return the causal LM, loaded at first use, its own weights frozen. Raise BundleError if loading fails."""
         if not self.loaded:
             with self.lock, torch.inference_mode(False):  # the caller's mode must not make its weights untrainable
                 unloaded = self._model

@@ -134,7 +134,7 @@ class PublishedCheckpoint:
         return self._only(str, found, f"the weight_map of {weights}.index.json")
 
     def shard(self, key: str) -> str:
-        """Return the name of the file, in a transformers folder, that should have a tensor."""
+        """Return the name of the file, in a transformers folder, that should have the tensor `key`."""
         for name in _WEIGHTS:
             if shards := self._weight_map(name):
                 return shards.get(key, name)

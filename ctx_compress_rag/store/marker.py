@@ -47,7 +47,7 @@ _scope: ContextVar[str | None] = ContextVar("ctx_compress_scope", default=None)
 
 
 def check_scope(name: str) -> str:
-    """Return the scope. Raise ConfigError if it is blank or not a str."""
+    """Return the scope (a tenant's or user's id) as it is. Raise ConfigError if it is blank or not a str."""
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"scope={name!r}: give the tenant's or user's id as a str that is not blank")
     return name
