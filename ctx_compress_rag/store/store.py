@@ -302,9 +302,13 @@ class SoftContextStore(ProcessBound):
         """Log once, if nothing is stored, where that is: a passage was not found, and path or name may be wrong."""
         if not self._said_empty and not len(self):
             self._said_empty = True
+            try:
+                others = ", ".join(self._records.collection_names()) or "none"
+            except StoreError:  # a server may forbid to list them, which must not hide what the caller is told
+                others = "unknown"
             logger.warning(
                 "nothing is stored yet in the collection %r of %s: if you expected passages, check both; there are: %s",
-                *(self._records.name, self._records.place.where, ", ".join(self._records.collection_names()) or "none"),
+                *(self._records.name, self._records.place.where, others),
             )
 
     def info(self) -> StoreInfo:

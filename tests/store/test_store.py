@@ -9,6 +9,7 @@ from typing import Any
 import chromadb
 import pytest
 import torch
+from chromadb.errors import ChromaAuthError
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 
@@ -68,6 +69,20 @@ def test_a_store_that_holds_nothing_says_so_once_when_passages_are_looked_up(
                 mistyped.marker("p0", 4) if policy is None else mark_texts(mistyped, [passage(n)], on_missing=policy)
     [said] = [record.getMessage() for record in caplog.records]
     assert str(tmp_path) in said and "'manual-ctx'" in said and "manuals-ctx" in said
+
+
+def test_a_server_that_forbids_to_list_collections_does_not_hide_a_missing_passage(
+    tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise ChromaAuthError
+
+    monkeypatch.setattr("chromadb.api.client.Client.list_collections", forbidden)
+    with SoftContextStore(tmp_path, bundle) as store:
+        store.ensure([passage(0)], ["p0"])
+        store.delete(["p0"])
+        with pytest.raises(MissingPassageError):
+            store.marker("p0", 4)
 
 
 def test_passages_come_back_with_their_text(store: SoftContextStore) -> None:
