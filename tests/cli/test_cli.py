@@ -71,7 +71,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import index
 
 index._LOOKED_UP = 30  # passages of a batch
-stages = {"embedding": (index, "passage_vectors", 2), "compressing": (Bundle, "compress", 2)}
+stages = {"embedding": (index, "embed_passages", 2), "compressing": (Bundle, "compress", 2)}
 owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []
 

@@ -58,13 +58,13 @@ import resource, sys
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import index
 
-real = index.passage_vectors
+real = index.embed_passages
 
 def then_full(*args):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file grows further: a disk error
     return real(*args)
 
-index.passage_vectors = then_full
+index.embed_passages = then_full
 sys.exit(main(sys.argv[1:]))
 """
 
