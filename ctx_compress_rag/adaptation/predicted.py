@@ -168,7 +168,7 @@ class PredictedUpdate(Adaptation):
         return update
 
     def pooled(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> Tensor:
-        """Return `pool_demonstrations` of support contexts (see `predict`), which the predictor reads: (contexts, dim)."""
+        """Return what the predictor reads: `pool_demonstrations` of support contexts (`predict`), (contexts, dim)."""
         return pool_demonstrations(decoder, contexts, self.base, self.config.layer)
 
     def target(self, decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]]) -> GradientUpdate:
