@@ -1,5 +1,7 @@
 """Compressing on the workers of a Ray cluster, on this machine."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,8 @@ pytestmark = pytest.mark.slow  # a cluster takes half a minute to start
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    found = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}  # workers import the example, too
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=found)
     yield
     ray.shutdown()
 
