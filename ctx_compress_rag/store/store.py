@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Never, Self
 import chromadb
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreError, UnreadableMarkerError
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
@@ -385,7 +385,11 @@ class SoftContextStore(ProcessBound):
 
         A marker of another key or scope stays text, or raises UnreadableMarkerError if `on_unreadable` is "error".
         """
-        return self._records.signer.split(text, self._scope(scope), on_unreadable)
+        try:
+            return self._records.signer.split(text, self._scope(scope), on_unreadable)
+        except UnreadableMarkerError:
+            self.warn_if_empty()
+            raise
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
         """Return the soft contexts that markers stand for, at the markers' ratios, in order.

@@ -20,6 +20,7 @@ from ctx_compress_rag.errors import (
     PayloadError,
     RatioError,
     StoreError,
+    UnreadableMarkerError,
 )
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.soft_context import SoftContext
@@ -69,6 +70,16 @@ def test_a_store_that_holds_nothing_says_so_once_when_passages_are_looked_up(
                 mistyped.marker("p0", 4) if policy is None else mark_texts(mistyped, [passage(n)], on_missing=policy)
     [said] = [record.getMessage() for record in caplog.records]
     assert str(tmp_path) in said and "'manual-ctx'" in said and "manuals-ctx" in said
+
+
+def test_a_marker_of_another_place_may_mean_that_the_path_is_mistyped(
+    store: SoftContextStore, bundle: WordBundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.ensure([passage(0)], ["p0"])
+    marker = store.marker("p0", 4)
+    with SoftContextStore(tmp_path / "mistyped", bundle) as other, pytest.raises(UnreadableMarkerError):
+        other.split(marker, on_unreadable="error")
+    assert str(tmp_path / "mistyped") in caplog.text
 
 
 def test_a_server_that_forbids_to_list_collections_does_not_hide_a_missing_passage(
