@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Never, Self
 
@@ -388,7 +389,8 @@ class SoftContextStore(ProcessBound):
         try:
             return self._records.signer.split(text, self._scope(scope), on_unreadable)
         except UnreadableMarkerError:
-            self.warn_if_empty()
+            with suppress(StoreError):  # of a store that cannot be reached, which must not hide this error
+                self.warn_if_empty()
             raise
 
     def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:

@@ -73,13 +73,26 @@ def test_a_store_that_holds_nothing_says_so_once_when_passages_are_looked_up(
 
 
 def test_a_marker_of_another_place_may_mean_that_the_path_is_mistyped(
-    store: SoftContextStore, bundle: WordBundle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: SoftContextStore,
+    bundle: WordBundle,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.ensure([passage(0)], ["p0"])
     marker = store.marker("p0", 4)
+    with SoftContextStore(tmp_path / "mistyped", bundle) as other:
+        with pytest.raises(UnreadableMarkerError):
+            other.split(marker, on_unreadable="error")
+        assert str(tmp_path / "mistyped") in caplog.text
+        other.ensure([passage(1)], ["p1"])
+
+    def fails(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(chromadb.Collection, "count", fails)
     with SoftContextStore(tmp_path / "mistyped", bundle) as other, pytest.raises(UnreadableMarkerError):
         other.split(marker, on_unreadable="error")
-    assert str(tmp_path / "mistyped") in caplog.text
 
 
 def test_a_server_that_forbids_to_list_collections_does_not_hide_a_missing_passage(
