@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ Message = Mapping[str, str]
 
 PromptLike = str | Sequence[Message]
 """A prompt as users write it: raw text, or a chat."""
+
+Side = Literal["text", "reader", "blend"]
+"""The weights that read a prompt: of plain text, of slots, or of slots with text beside them (`Bundle.blends`)."""
 
 Piece = Tensor
 """Either int64 token ids (L,) or float vectors (S, D), already in the decoder's embedding space."""
@@ -42,7 +45,7 @@ class Prompt:
 
     pieces: tuple[Piece, ...]
     answers: Tensor  # bool (length,), True at the tokens of answers
-    soft: bool = False  # whether it is read through the reader: True with passages, even ones without slots
+    side: Side = "text"  # "text" without passages; a passage may be without slots
     quotable: Quotable | None = None  # for an extractive answer
 
     @property
@@ -88,4 +91,4 @@ class PromptTemplate:
         for run, ids, mask in zip(slots, self.ids[1:], self.answers[1:], strict=True):
             pieces += [run, ids]
             answers += [torch.zeros(len(run), dtype=torch.bool), mask]
-        return Prompt(tuple(pieces), torch.cat(answers), soft=len(slots) > 0)
+        return Prompt(tuple(pieces), torch.cat(answers), side="reader" if slots else "text")

@@ -1,4 +1,4 @@
-"""The commands `several-data`, `several-mix` and `several-blend`."""
+"""The commands `several-data` and `several-mix`."""
 
 from __future__ import annotations
 
@@ -51,16 +51,3 @@ def several_mix(
     from ctx_compress_rag.bundle.bundle import Bundle
 
     mix(Bundle.from_pretrained(start), Bundle.from_pretrained(trained), share).save_pretrained(output, int8=True)
-
-
-@command("smollm2-135m --share 0.5 --output blended", lab)
-def several_blend(
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="A bundle with a teacher.")],
-    share: Annotated[float, typer.Option(metavar="S", min=0, max=1, help="Weight of the reader's own LoRA.")] = 0.5,
-    output: Annotated[str, typer.Option(metavar="DIR", help="Folder of the new bundle.")] = "blended",
-) -> None:
-    """Write a bundle whose reader has a part of the teacher's LoRA, which reads sentences better."""
-    from benchmarks.several.mix import blend
-    from ctx_compress_rag.bundle.bundle import Bundle
-
-    blend(Bundle.from_pretrained(bundle), share).save_pretrained(output)

@@ -121,8 +121,8 @@ class AdaptedBundle(Bundle):
     def text_decoder(self) -> AbstractContextManager[Any]:
         return open_adapted_model(self.original.text_decoder(), self.adapter)
 
-    def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
-        return open_adapted_model(self.original.soft_decoder(slot_mask), self.adapter)
+    def soft_decoder(self, slot_mask: Tensor, *, blended: bool = False) -> AbstractContextManager[Any]:
+        return open_adapted_model(self.original.soft_decoder(slot_mask, blended=blended), self.adapter)
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def demonstration_prompts(decoder: Decoder, demonstrations: Sequence[Demonstrati
     for number, (prompt, shown) in enumerate(zip(decoder.preparer.prepare(chats), demonstrations, strict=True)):
         if not shown.answer.strip():
             raise ConfigError(f"the answer of demonstration {number} is empty: give the answer as it should be")
-        if prompt.soft:
+        if prompt.side != "text":
             raise ConfigError(f"demonstration {number} holds markers: give the text that they stand for")
         row = prompt.then(torch.tensor([*answer_ids(tokenizer, shown.answer), tokenizer.eos_token_id]))
         if window is not None and row.length > window:

@@ -42,6 +42,7 @@ from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pin_gguf
 from ctx_compress_rag.models.loading import open_decoder, progress_line
+from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window
 from ctx_compress_rag.strict import as_int
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -83,6 +84,8 @@ class Bundle(PlainDecoder):
         self.report = dict(report or {})
         self._fingerprint: str | None = None
         self._folder: Path | None = None
+        if self.blends and not (reader.mergeable and TEACHER in backbone.adapters):
+            raise BundleError(f"reader_share={config.reader_share} needs a reader with LoRA and a teacher: set it to 1")
 
     def __repr__(self) -> str:
         config, decoder = self.config, f"{self.decoder_name or 'its own decoder'} on {self.backbone.device}"
@@ -185,6 +188,17 @@ class Bundle(PlainDecoder):
         if teacher is not None:
             add_teacher(backbone, teacher)
         return cls(config, backbone, compressor, reader)
+
+    def adapter_shares(self, side: Side) -> dict[str, float]:
+        """Return the LoRA adapters that read prompts of one side, each with its share; {} if none does."""
+        share = self.config.reader_share if side == "blend" else 1.0 if side == "reader" else 0.0
+        shares = {self.reader.side: share, TEACHER: 1 - share}
+        return {name: part for name, part in shares.items() if part and name in self.backbone.adapters}
+
+    @property
+    def blends(self) -> bool:
+        """Whether slots with text beside them are read with a blend of the reader's and the teacher's LoRA."""
+        return self.config.reader_share < 1
 
     def positions(self, slots: int) -> int:
         """Return how many positions of a prompt so many slots of a passage take, with the reader's own vectors."""
@@ -318,12 +332,13 @@ class Bundle(PlainDecoder):
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded.to(self.backbone.dtype)
 
-    def soft_decoder(self, slot_mask: Tensor) -> AbstractContextManager[Any]:
+    def soft_decoder(self, slot_mask: Tensor, *, blended: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager that gives the transformers model, locked for this thread, to read soft contexts.
 
-        `slot_mask` is bool (batch, length), True at the slots of the prompts that the decoder will read.
+        `slot_mask` is bool (batch, length), True at the slots of the prompts that the decoder will read. If `blended`,
+        it reads as the side "blend", which a bundle that `blends` has.
         """
-        return self.reader.decoder(slot_mask)
+        return self.backbone.use(self.adapter_shares("blend")) if blended else self.reader.decoder(slot_mask)
 
 
 def load_bundle_adapter(backbone: Backbone, name: str, folder: Path) -> None:

@@ -59,6 +59,8 @@ class BundleConfig(Strict):
             the commit identifies the decoder) or a GGUF file (then the file's SHA-256 does).
         text_share: the share (0 to 1) of the budget for several passages to spend on sentences as text, as measured
             for the bundle (see `marking.mark.mark_texts`); None shows each passage as slots.
+        reader_share: the share (0 to 1) of the reader's LoRA in the weights that read a prompt with slots and text
+            beside them; the teacher's LoRA has the rest. 1: the reader's weights read it.
         separator: the text between two passages in a prompt.
         answer_prefix: the text that an answer from passages begins with, as part of the prompt.
         chat_template: the chat format of the bundle's training; None for the decoder's own.
@@ -79,6 +81,7 @@ class BundleConfig(Strict):
     answer_tokens: int = Field(default=64, gt=0)
     extractive: bool = False
     text_share: float | None = Field(default=None, ge=0, le=1)
+    reader_share: float = Field(default=1.0, ge=0, le=1)
     decoder_digest: str = ""
     separator: str = PASSAGE_SEPARATOR
     answer_prefix: str = ""

@@ -16,7 +16,7 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import decoder_digest_in_memory, decoder_files_digest, model_folder_digest
 
 _ASKING = {"template", "answer_tokens", "extractive", "text_share", "separator", "answer_prefix", "chat_template"}
-_CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", *_ASKING}
+_CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", "reader_share", *_ASKING}
 
 
 def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:

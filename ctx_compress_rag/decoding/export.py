@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.files import ADAPTER_FILE, DECODER_FOLDER, TEACHER, WEIGHTS_FILE
+from ctx_compress_rag.bundle.files import ADAPTER_FILE, DECODER_FOLDER, WEIGHTS_FILE
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
 from ctx_compress_rag.models.identity import write_decoder
+from ctx_compress_rag.prompt import Side
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
-
-
-@dataclass(frozen=True)
-class VllmModelNames:
-    """Names of a bundle's models on a vLLM server; the bundle's own name stands for the decoder without adapters."""
-
-    text: str  # reads prompts without slots
-    soft: str  # reads prompts with slots
-    adapters: Mapping[str, str]  # from a name on the server to the adapter's name in the backbone
 
 
 def plain_reader(bundle: Bundle, engine: str) -> Reader:
@@ -37,28 +31,24 @@ def plain_reader(bundle: Bundle, engine: str) -> Reader:
     return bundle.reader
 
 
-def vllm_model_names(bundle: Bundle) -> VllmModelNames:
-    """Return a bundle's model names on a vLLM server, for text and for slots; raise ConfigError if none can run it."""
+def vllm_models(bundle: Bundle) -> dict[Side, str]:
+    """Return, for each side, the model's name on a vLLM server; raise ConfigError if no server can run the bundle.
+
+    The bundle's own name stands for the decoder without adapters.
+    """
     reader, name = plain_reader(bundle, "a server"), bundle.config.name
     if reader.tune.mode == "full":
         raise ConfigError(
             f"bundle {name!r}: its reader is a decoder of its own, besides the one that reads text, and a server "
             "has only one: train the reader with LoRA, or use the engine 'transformers'"
         )
-    adapters = {}
-    text = soft = name
-    if reader.tune.mode == "lora":
-        soft = f"{name}-{reader.side}"
-        adapters[soft] = reader.side
-    if TEACHER in bundle.backbone.adapters:
-        text = f"{name}-{TEACHER}"
-        adapters[text] = TEACHER
-    return VllmModelNames(text, soft, adapters)
+    sides: tuple[Side, ...] = ("text", "reader", "blend") if bundle.blends else ("text", "reader")
+    return {side: "-".join([name, *bundle.adapter_shares(side)]) for side in sides}
 
 
 def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
     """Write decoder and adapters for vLLM, each into a subfolder; return the words of the command that serves them."""
-    names, backbone, folder = vllm_model_names(bundle), bundle.backbone, Path(folder)
+    models, backbone, folder = vllm_models(bundle), bundle.backbone, Path(folder)
     decoder = folder / DECODER_FOLDER
     decoder.mkdir(parents=True, exist_ok=True)
     write_decoder(backbone.model, bundle.tokenizer, decoder)
@@ -71,23 +61,39 @@ def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
     # In JSON, a small decoder that may write blank lines writes nothing else; only a backend that is chosen with the
     # server forbids them.
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    if names.adapters:
-        targets: set[str] = set()
-        rank = 0
-        for adapter in names.adapters.values():
-            (folder / adapter).mkdir(exist_ok=True)
-            state = backbone.adapter_state(adapter)
-            save_file(state, folder / adapter / ADAPTER_FILE)
-            backbone.save_adapter_config(adapter, folder / adapter)
-            targets |= {key.split(".lora_")[0].rpartition(".")[2] for key in state}
-            rank = max(rank, *(len(value) for key, value in state.items() if ".lora_A." in key))
+    adapters = {}
+    targets: set[str] = set()
+    rank = 0
+    for side, model in models.items():
+        if shares := bundle.adapter_shares(side):
+            adapters[model] = place = folder / "-".join(shares)
+            place.mkdir(exist_ok=True)
+            state = _joined(backbone, shares)
+            save_file(state, place / ADAPTER_FILE)
+            own_rank = max(len(value) for key, value in state.items() if ".lora_A." in key)
+            own_targets = {key.split(".lora_")[0].rpartition(".")[2] for key in state}
+            tune = TuneConfig(rank=own_rank, alpha=own_rank, target_modules=sorted(own_targets))
+            lora_config(tune).save_pretrained(str(place))
+            rank, targets = max(rank, own_rank), targets | own_targets
+    if adapters:
         # With vLLM's default targets, prompt embeddings and LoRA together crash its engine.
         command += ["--enable-lora", "--max-lora-rank", str(min(each for each in _RANKS if each >= rank))]
         # One place more than adapters: on a CPU, vLLM takes the number -1 of a prompt without adapter for the last
         # place, and in a mixed batch would read that prompt with the adapter in this place.
-        command += ["--max-loras", str(len(names.adapters) + 1), "--lora-target-modules", *sorted(targets)]
-        command += ["--lora-modules", *(f"{name}={folder / each}" for name, each in names.adapters.items())]
+        command += ["--max-loras", str(len(adapters) + 1), "--lora-target-modules", *sorted(targets)]
+        command += ["--lora-modules", *(f"{model}={place}" for model, place in adapters.items())]
     return command
+
+
+def _joined(backbone: Backbone, shares: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return one LoRA that adds these shares of adapters to the weights; its alpha is its rank, the sum of theirs."""
+    parts: dict[str, list[Tensor]] = {}
+    for adapter, share in shares.items():
+        for key, matrix in backbone.adapter_state(adapter).items():
+            layer = backbone.model.get_submodule(key.removeprefix(PEFT_PREFIX).split(".lora_")[0])
+            scale = share * layer.scaling[adapter] if ".lora_B." in key else 1.0
+            parts.setdefault(key, []).append(scale * matrix)
+    return {key: torch.cat(part, 1 if ".lora_B." in key else 0) for key, part in parts.items()}
 
 
 def vllm_dtype_name(dtype: torch.dtype) -> str:

@@ -94,6 +94,8 @@ class PromptPreparer:
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [soft[marker] for _, markers in around for marker in markers]
             made = PromptTemplate.without_answers(ids).fill(slots)
+            if any(marker.beside_text for _, markers in around for marker in markers) and self._blends:
+                made = replace(made, side="blend")
             self._check_length(index, made)
             if extractive:
                 made = replace(made, quotable=self._quotable(index, prompt, messages, said))
@@ -216,6 +218,10 @@ class PromptPreparer:
                 f"{MAX_CHARACTERS:,} at most: use fewer passages"
             )
         return find_quotations(texts, self.bundle.tokenizer)
+
+    @property
+    def _blends(self) -> bool:
+        return isinstance(self.bundle, Bundle) and self.bundle.blends
 
     @property
     def _window(self) -> int | None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.prompt import Prompt, Side
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,11 @@ def splice_prompts(embed: nn.Module, prompts: Sequence[Prompt]) -> SplicedPrompt
     return SplicedPrompts(inputs, (positions >= 0).long(), positions.clamp(min=0), slot_mask)
 
 
-def open_decoder_model(bundle: PlainDecoder, soft: bool, slot_mask: Tensor) -> AbstractContextManager[Any]:
-    """Return a context manager that gives the model, locked for this thread, for slots (if `soft`) or plain text."""
-    return bundle.soft_decoder(slot_mask) if soft and isinstance(bundle, Bundle) else bundle.text_decoder()
+def open_decoder_model(bundle: PlainDecoder, side: Side, slot_mask: Tensor) -> AbstractContextManager[Any]:
+    """Return a context manager that gives the model, locked for this thread, with the weights of one side."""
+    if side == "text" or not isinstance(bundle, Bundle):
+        return bundle.text_decoder()
+    return bundle.soft_decoder(slot_mask, blended=side == "blend")
 
 
 def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:

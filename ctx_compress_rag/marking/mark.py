@@ -309,13 +309,15 @@ class Marking:
 
     def _show(self, passages: Sequence[_Passage], shown: Sequence[ShownPassage]) -> None:
         groups: dict[int, list[_Passage]] = {}
+        beside_text = any(each.text for each in shown)
         for passage, each in zip(passages, shown, strict=True):
             passage.shown = each.text
             if each.slots:
                 groups.setdefault(each.factor, []).append(passage)
         for factor, group in groups.items():
             ids, texts = [str(passage.id) for passage in group], [passage.text for passage in group]
-            markers = self.store.markers(ids, factor * self.store.base_ratio, self.scope, texts)
+            ratio = factor * self.store.base_ratio
+            markers = self.store.markers(ids, ratio, self.scope, texts, beside_text=beside_text)
             for passage, marker in zip(group, markers, strict=True):
                 passage.shown = f"{passage.shown} {marker}".strip()
 

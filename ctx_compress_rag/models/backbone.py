@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Backbone:
         self.adapters: set[str] = set()
         self._when_loaded: list[Callable[[], None]] = []
         self._trained: set[str] = set()
-        self._active: str | None = None
+        self._active: Mapping[str, float] = {}
 
     @property
     def loaded(self) -> bool:
@@ -145,30 +145,37 @@ class Backbone:
         return parameters
 
     @contextmanager
-    def use(self, adapter: str | None) -> Iterator[Any]:
-        """Yield the model, locked for this thread within the context, with `adapter` active (None means no adapter)."""
-        if adapter is not None and adapter not in self.adapters:
+    def use(self, adapters: str | Mapping[str, float] | None) -> Iterator[Any]:
+        """Yield the model, locked for this thread within the context, with one adapter, several, or none (None) active.
+
+        Of several, each changes the weights by its share of what it would change alone.
+        """
+        shares = {adapters: 1.0} if isinstance(adapters, str) else adapters or {}
+        for adapter in shares.keys() - self.adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self.adapters)}")
         with self.lock:
             model = self.model
             previous = self._active
-            self._activate(adapter)
+            self._activate(shares)
             try:
                 yield model
             finally:
                 self._activate(previous)
 
-    def _activate(self, adapter: str | None) -> None:
-        from peft.tuners.tuners_utils import BaseTunerLayer
+    def _activate(self, shares: Mapping[str, float]) -> None:
+        from peft.tuners.lora import LoraLayer
 
-        self._active = adapter
+        self._active = shares
         if not self.adapters:
             return
         for module in self.model.modules():
-            if isinstance(module, BaseTunerLayer):
-                if adapter is not None:
-                    module.set_adapter(adapter)
-                module.enable_adapters(adapter is not None)
+            if isinstance(module, LoraLayer):
+                layer: Any = module
+                for adapter in self.adapters:
+                    layer.set_scale(adapter, shares.get(adapter, 1.0))
+                if shares:
+                    layer.set_adapter(list(shares))
+                layer.enable_adapters(bool(shares))
         # peft freezes whatever is not active; what is being trained stays trainable.
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))

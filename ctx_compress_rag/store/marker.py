@@ -2,10 +2,12 @@
 
     [[ctx:<20 letters a-p>.<slots>.<16 letters a-p>]]
           passage, factor          signature
+    [[ctx:<20 letters a-p>.<slots>t.<16 letters a-p>]]
 
 The first 17 letters name the passage: HMAC(key, fingerprint, text), so the same text has the same
 marker in every process. The next 3 say how many base slots are merged into one, because a number of
-slots alone does not determine where the windows begin. The signature is HMAC(key, scope, id, slots), so that
+slots alone does not determine where the windows begin. A "t" says that the prompt shows text beside the slots, which
+the decoder may then read with other weights. The signature is HMAC(key, scope, id, slots), so that
 a marker that a user or a document wrote, that was altered, or that belongs to another tenant's scope is not
 accepted and stays literal text. The form is lower-case ASCII without characters that templates,
 JSON or HTML treat specially.
@@ -35,7 +37,7 @@ DEFAULT_SCOPE = "default"
 _PASSAGE_LETTERS, _FACTOR_LETTERS, _SIGNATURE_LETTERS = 17, 3, 16
 _RECORD_SIGNATURE_LETTERS = 32
 MAX_FACTOR = 16**_FACTOR_LETTERS
-_MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.(0|[1-9][0-9]{0,6})\.([a-p]{16})\]\]")
+_MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.((?:0|[1-9][0-9]{0,6})t?)\.([a-p]{16})\]\]")
 _OPENING = "[[ctx:"
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
@@ -91,6 +93,7 @@ class Marker:
 
     id: str  # the 20 letters
     slots: int  # number of slots that the prompt shows
+    beside_text: bool = False  # whether the prompt shows text beside the slots
     scope: str = field(default=DEFAULT_SCOPE, compare=False)
     text: str = field(default="", compare=False)  # the whole marker, as found
 
@@ -129,15 +132,18 @@ class Signer:
         """Return the 17 letters that name slots that are not stored. `fields` tell these slots from others."""
         return self._letters(_PASSAGE_LETTERS, "transient", self.fingerprint, *fields)
 
-    def write(self, passage: str, factor: int, slots: int, scope: str) -> str:
+    def write(self, passage: str, factor: int, slots: int, scope: str, *, beside_text: bool = False) -> str:
         """Return the marker of a passage (its 17 letters) with `slots` slots, each merged from `factor` stored ones.
+
+        `beside_text` is whether the prompt shows text beside the slots.
 
         Raises RatioError for a factor below 1 or above 4096.
         """
         if not 1 <= factor <= MAX_FACTOR:
             raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")
         id = passage + f"{factor - 1:0{_FACTOR_LETTERS}x}".translate(_HEX_TO_LETTERS)
-        return f"[[ctx:{id}.{slots}.{self._signature(scope, id, str(slots))}]]"
+        shown = f"{slots}{'t' * beside_text}"
+        return f"[[ctx:{id}.{shown}.{self._signature(scope, id, shown)}]]"
 
     def sign(self, *fields: str) -> str:
         """Return 32 letters that nobody without the key can make for these fields, such as those of a stored record."""
@@ -152,8 +158,8 @@ class Signer:
         parts: list[str | Marker] = []
         start = 0
         for match in _MARKER.finditer(text):
-            id, slots, signature = match.groups()
-            signed = hmac.compare_digest(signature, self._signature(scope, id, slots))
+            id, shown, signature = match.groups()
+            signed = hmac.compare_digest(signature, self._signature(scope, id, shown))
             if not signed and on_unreadable == "error":
                 raise UnreadableMarkerError(
                     f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the "
@@ -164,7 +170,7 @@ class Signer:
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
-            parts.append(Marker(id, int(slots), scope, match[0]))
+            parts.append(Marker(id, int(shown.rstrip("t")), shown.endswith("t"), scope, match[0]))
             start = match.end()
         if start < len(text):
             parts.append(text[start:])
@@ -177,8 +183,8 @@ class Signer:
             )
         return parts
 
-    def _signature(self, scope: str, id: str, slots: str) -> str:
-        return self._letters(_SIGNATURE_LETTERS, "marker", scope, id, slots)
+    def _signature(self, scope: str, id: str, shown: str) -> str:
+        return self._letters(_SIGNATURE_LETTERS, "marker", scope, id, shown)
 
     def _letters(self, length: int, *fields: str) -> str:
         # Each field is preceded by its length, so that no two lists of fields give the same message.

@@ -342,7 +342,13 @@ class SoftContextStore(ProcessBound):
         return self.markers([id], ratio, scope)[0]
 
     def markers(
-        self, ids: Sequence[str], ratio: int, scope: str | None = None, texts: Sequence[str] | None = None
+        self,
+        ids: Sequence[str],
+        ratio: int,
+        scope: str | None = None,
+        texts: Sequence[str] | None = None,
+        *,
+        beside_text: bool = False,
     ) -> list[str]:
         """Return the markers that stand for passages in a prompt, with `ratio` source tokens per slot.
 
@@ -351,6 +357,7 @@ class SoftContextStore(ProcessBound):
             ratio: a multiple of the store's base ratio.
             scope: tenant or user; None takes the scope of `marker.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
+            beside_text: whether the prompt shows text beside the slots (see `BundleConfig.reader_share`).
 
         Raises:
             ConfigError: the bundle's method (RAM) reads passages only for a question.
@@ -371,7 +378,8 @@ class SoftContextStore(ProcessBound):
         for id in ids:
             slots = found[id][1].slots
             merged = min(factor, slots)  # all larger factors mean one slot
-            written.append(signer.write(plain_marker_id(found[id][1].marker), merged, -(-slots // merged), scope))
+            passage = plain_marker_id(found[id][1].marker)
+            written.append(signer.write(passage, merged, -(-slots // merged), scope, beside_text=beside_text))
         return written
 
     def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:

@@ -3,20 +3,13 @@
 import random
 from pathlib import Path
 
-import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-
 from benchmarks.scoring.confidence import Sure, best_threshold
-from benchmarks.several.mix import blend
 from benchmarks.several.neighbors import NEAREST, among_neighbors
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import mentions_answer
 from ctx_compress_rag.training.recipe import load_recipe
 from ctx_compress_rag.training.stages.repeat_and_answer import RepeatAndAnswerRecipe
-from helpers.models import draw_lora
 
 
 def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:
@@ -34,19 +27,6 @@ def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> Non
         assert all(part in own and before.turns[0].answers[0] in part for part in after.turns[0].evidence)
         several += len(others) == 2
     assert 10 < several < 50
-
-
-def test_a_blended_reader_adds_the_weighted_mean_of_what_both_loras_add(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    def added(bundle: Bundle, adapter: str) -> list[torch.Tensor]:
-        layers = [layer for layer in bundle.backbone.model.modules() if isinstance(layer, BaseTunerLayer)]
-        return [layer.get_delta_weight(adapter) for layer in layers]  # type: ignore[operator]
-
-    tiny_bundle.backbone.add_adapter("teacher", lambda: lora_config(TuneConfig(rank=3, alpha=7)))
-    draw_lora(tiny_bundle.backbone.model, std=0.3)
-    before, teacher = added(tiny_bundle, "reader"), added(tiny_bundle, "teacher")
-    blend(tiny_bundle, 0.75).save_pretrained(tmp_path)
-    for own, taught, now in zip(before, teacher, added(Bundle.from_pretrained(tmp_path), "reader"), strict=True):
-        torch.testing.assert_close(now, 0.75 * own + 0.25 * taught, rtol=2e-3, atol=2e-3)  # saved in half precision
 
 
 def test_the_recipe_is_one() -> None:

@@ -5,14 +5,24 @@ from typing import Any
 import chromadb
 import pytest
 
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, prompts_of
+from helpers.langchain import talkative_bundle
+from helpers.models import draw_lora
 
 
 @pytest.fixture(scope="package")
-def bundle(talkative: Any) -> Any:
-    return talkative
+def bundle(make_tiny_bundle: Any) -> Bundle:
+    """A bundle with a teacher, which reads slots and text together by three quarters as its reader."""
+    made = talkative_bundle(make_tiny_bundle)
+    made.backbone.add_adapter(TEACHER, lambda: lora_config(TuneConfig(rank=3, alpha=7)))
+    draw_lora(made.backbone.model, std=0.3)
+    config = made.config.model_copy(update={"reader_share": 0.75})
+    return Bundle(config, made.backbone, made.compressor, made.reader)
 
 
 @pytest.fixture(scope="package")

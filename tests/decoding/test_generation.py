@@ -26,9 +26,10 @@ def test_end_tokens_and_budgets(decoder: Decoder, monkeypatch: pytest.MonkeyPatc
     [free] = decoder.generate([QUESTION], Sampling(max_tokens=8))
     assert (free.completion_tokens, free.finish_reason) == (8, "length")
     ids = tokenizer(QUESTION)["input_ids"]
-    out = decoder.bundle.backbone.model.generate(
-        input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(), max_new_tokens=8, do_sample=False
-    )[0, len(ids) :].tolist()
+    given = torch.tensor([ids])
+    with decoder.bundle.text_decoder() as model:
+        out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=8, do_sample=False)
+    out = out[0, len(ids) :].tolist()
     # The model's own list of end tokens counts, as Llama 3 has several.
     fifth = out.index(out[4])
     monkeypatch.setattr(decoder.bundle.backbone.model.generation_config, "eos_token_id", [out[4]])

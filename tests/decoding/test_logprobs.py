@@ -24,7 +24,7 @@ def by_transformers(decoder: Decoder, prompt: Prompt) -> tuple[list[int], list[f
     """Token ids of a greedy answer, and transformers' own scores of them."""
     backbone = decoder.bundle.backbone
     batch = splice_prompts(backbone.embeddings, [prompt])
-    with torch.no_grad(), open_decoder_model(decoder.bundle, prompt.soft, batch.slot_mask) as model:
+    with torch.no_grad(), open_decoder_model(decoder.bundle, prompt.side, batch.slot_mask) as model:
         out = model.generate(
             inputs_embeds=batch.inputs_embeds,
             attention_mask=batch.attention_mask,

@@ -132,7 +132,7 @@ def test_the_text_of_a_passage_that_cannot_be_read_as_slots_is_text_too(bundle: 
         chats = [[{"role": "user", "content": text}] for text in (f"Look. {a} {token[0]}{b}", "Look. Hello.")]
         around = f"{token}user {{}} {token[0]}{{}} {{}}{token[-1]}{token}assistant"
         made = decoder.preparer.prepare([*chats, around.format(a, b, c), around.format("x", " y", "z ")])
-    assert not any(prompt.soft for prompt in made)
+    assert not any(prompt.side != "text" for prompt in made)
     found = [Counter(id for id in prompt.ids().tolist() if id in controls(bundle)) for prompt in made]
     assert found[0] == found[1] and found[2] == found[3]
     if bundle.tokenizer.chat_template:

@@ -26,7 +26,7 @@ WAIT = 120  # seconds after which a test counts as hanging; nothing here takes a
 
 
 def prompts_of(store: SoftContextStore) -> list[Any]:
-    """With one passage, three, none; neighbors without text between them; raw and chat; several ratios."""
+    """With one passage, three, none; neighbors without text between them; text beside; raw and chat; several ratios."""
     a, b, c = store.markers(["a", "b", "c"], ratio=4)
     return [
         [{"role": "user", "content": f"{a}\n\nQuestion: {QUESTION}"}],
@@ -35,13 +35,14 @@ def prompts_of(store: SoftContextStore) -> list[Any]:
         [{"role": "system", "content": f"Use this: {c}"}, {"role": "user", "content": QUESTION}],
         "Who kept bees?",
         b,
+        f"She kept bees. {store.markers(['a'], 8, beside_text=True)[0]} {QUESTION}",
     ]
 
 
 def prompt_of(*pieces: Tensor) -> Prompt:
     """A prompt without answers, in which all vectors are slots."""
     flags = torch.zeros(sum(map(len, pieces)), dtype=torch.bool)
-    return Prompt(pieces, flags, soft=any(map(torch.is_floating_point, pieces)))
+    return Prompt(pieces, flags, side="reader" if any(map(torch.is_floating_point, pieces)) else "text")
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

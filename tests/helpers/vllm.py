@@ -9,6 +9,8 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from ctx_compress_rag.decoding.export import vllm_models
+
 KEY = "vllm-key"
 
 
@@ -23,7 +25,9 @@ class FakeVllm:
         self.bodies: list[dict[str, Any]] = []
         self.faults: list[Any] = []
         self.starting: list[int] = []
-        self.names = [bundle.config.name, f"{bundle.config.name}-reader"]
+        models = {model: bundle.adapter_shares(side) for side, model in vllm_models(bundle).items()}
+        self.shares = {bundle.config.name: {}, **models}
+        self.names = list(self.shares)
         self.app = FastAPI()
         self.app.get("/v1/models")(self._models)
         self.app.post("/v1/completions")(self._complete)
@@ -80,7 +84,7 @@ class FakeVllm:
         else:
             embeds = backbone.embeddings(torch.tensor([body["prompt"]]))
         ids, noted = [], []
-        with torch.no_grad(), backbone.use("reader" if body["model"].endswith("-reader") else None) as model:
+        with torch.no_grad(), backbone.use(self.shares[body["model"]]) as model:
             while len(ids) < body["max_tokens"]:
                 noted.append(model(inputs_embeds=embeds, use_cache=False).logits[0, -1])
                 ids.append(int(noted[-1].argmax()))

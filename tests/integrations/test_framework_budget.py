@@ -65,7 +65,7 @@ def test_a_ratio_buys_sentences_and_slots_of_the_best(app: App, framework: Any) 
     marked = framework.mark(found, QUESTION, store=app.store, ratio=4, text_share=0.5)
     shown = "\n\n".join(map(framework.shown, marked))
     assert size - 6 < count(shown) <= size  # a word may be six tokens of this tokenizer
-    assert app.store.marker("ferry", 4) in shown and shown.count("[[ctx:") == 1
+    assert app.store.markers(["ferry"], 4, beside_text=True)[0] in shown and shown.count("[[ctx:") == 1
     best = max(
         (part.similarity, part.text) for own in nearest_sentences(list(TEXTS.values()), QUESTION) for part in own
     )[1]

@@ -51,6 +51,7 @@ def folder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
     bundle = Bundle.build(tiny_config(decoder=decoder), Backbone(*load_decoder(decoder, device="cpu")))
     bundle.reader.initialize(1.0)
     bundle.backbone.add_adapter("teacher", lambda: lora_config(TuneConfig(rank=2)))
+    bundle.config = bundle.config.model_copy(update={"reader_share": 0.75})
     draw_lora(bundle.backbone.model, std=0.3)
     bundle.save_pretrained(made / "bundle")
     return made / "bundle"

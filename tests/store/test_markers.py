@@ -188,7 +188,11 @@ def test_a_damaged_or_open_key_file_is_refused(tmp_path: Path, bundle: WordBundl
 
 PASSAGES = [SIGNER.passage(f"passage {number}") for number in range(4)]
 ISSUED = {
-    who: [SIGNER.write(name, factor, slots, who) for name in PASSAGES for factor, slots in ((1, 24), (4, 6))]
+    who: [
+        SIGNER.write(name, factor, slots, who, beside_text=beside)
+        for name in PASSAGES
+        for factor, slots, beside in ((1, 24, False), (4, 6, False), (4, 6, True))
+    ]
     + [SIGNER.write(SIGNER.transient("a question", name), 1, slots, who) for name in PASSAGES for slots in (0, 3)]
     for who in ("anna", "ben")
 }
@@ -200,7 +204,7 @@ OTHERS = [
 own = st.sampled_from(ISSUED["anna"])
 issued = own | st.sampled_from(ISSUED["ben"] + OTHERS)
 noise = st.text("[]ctx:.abp0169 \n{}<|>$%\\\"'", max_size=12) | st.text(max_size=8)
-counts = st.integers(0, 10**8).map(str) | st.sampled_from(["", "-1", "٣", "1e3", "007"])
+counts = st.integers(0, 10**8).map(str) | st.sampled_from(["", "-1", "٣", "1e3", "007", "t", "6t", "24t", "6tt"])
 letters = st.text("abcdefghijklmnop", min_size=16, max_size=20)
 forged = st.builds("[[ctx:{}.{}.{}]]".format, letters, counts, letters)
 exchanged = st.builds(
@@ -228,8 +232,8 @@ CHAT = (
 )
 
 
-def resolved(parts: list[str | Marker]) -> Counter[tuple[str, int]]:
-    return Counter((part.id, part.slots) for part in parts if isinstance(part, Marker))
+def resolved(parts: list[str | Marker]) -> Counter[tuple[str, str]]:
+    return Counter((p.id, f"{p.slots}{'t' if p.beside_text else ''}") for p in parts if isinstance(p, Marker))
 
 
 def test_only_what_was_issued_to_the_scope_resolves(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,7 +250,7 @@ def test_only_what_was_issued_to_the_scope_resolves(tiny_tokenizer: Any, caplog:
         text = chat_text(tiny_tokenizer, chat)
         parts = SIGNER.split(text, "anna")
         # Issued strings cannot overlap, as each begins with [[ and ends with ]].
-        expected = Counter({(id, int(slots)): text.count(marker) for marker, (id, slots, _) in expected_of.items()})
+        expected = Counter({(id, slots): text.count(marker) for marker, (id, slots, _) in expected_of.items()})
         assert resolved(parts) == +expected
         # What does not resolve is all still there, in order; what is around a marker does not close up.
         literal = [part for part in parts if isinstance(part, str)]

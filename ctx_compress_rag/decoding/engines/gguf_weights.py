@@ -25,12 +25,12 @@ from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.models.backbone import name_without_peft
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import write_decoder
+from ctx_compress_rag.prompt import Side
 
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 GgufWeights = Literal["F32", "BF16", "Q8_0", "Q4_0"]
-Side = Literal["reader", "text"]  # the decoder for prompts with slots, and for those without
 
 _FTYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # llama.cpp's numbers
 _DIGEST = "general.description"  # a field that llama.cpp's own converter can write, too
@@ -39,14 +39,15 @@ _ROUNDING = 0.01  # a bfloat16 decoder's weights, compared with its file's
 
 def gguf_weights_digest(bundle: Bundle, side: Side) -> str:
     """Return 64 hex digits that name one side's weights; its GGUF file has them in the field `general.description`."""
-    return hashlib.sha256(f"{bundle.fingerprint} {side} {bundle.teacher_digest}".encode()).hexdigest()
+    said = bundle.config.reader_share if side == "blend" else ""
+    return hashlib.sha256(f"{bundle.fingerprint} {side} {bundle.teacher_digest}{said}".encode()).hexdigest()
 
 
 def gguf_sides(bundle: Bundle) -> tuple[Side, ...]:
-    """Return which of "reader" (slots) and "text" need a file; "text" alone if the same weights read both."""
+    """Return which sides need a file; "text" alone if the same weights read all prompts."""
     reader = plain_reader(bundle, "llama.cpp")
     frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
-    return ("text",) if frozen else ("reader", "text")
+    return ("text",) if frozen else ("reader", "text", "blend") if bundle.blends else ("reader", "text")
 
 
 def gguf_weights(bundle: Bundle, weights: str) -> Path:
@@ -101,18 +102,17 @@ def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
     if side == "reader" and reader.own is not None:
         own = dict(reader.own.named_parameters())
         return {name: own[name].float() - base.float() for name, base in backbone.own_state().items() if name in own}
-    adapter = TEACHER if side == "text" else reader.side
-    if adapter not in backbone.adapters:
-        return {}
-    added = {}
+    shares = bundle.adapter_shares(side)
+    added: dict[str, Tensor] = {}
     layers: list[tuple[str, Any]] = [
         (name, module) for name, module in backbone.model.named_modules() if isinstance(module, BaseTunerLayer)
     ]
     for name, layer in layers:
-        if adapter in layer.scaling:
+        for adapter in shares.keys() & layer.scaling.keys():
             if layer.use_dora.get(adapter):
                 raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
-            added[f"{name_without_peft(name)}.weight"] = layer.get_delta_weight(adapter).float()
+            weight = f"{name_without_peft(name)}.weight"
+            added[weight] = added.get(weight, 0) + shares[adapter] * layer.get_delta_weight(adapter).float()
     return added
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import GrowingAnswer
-from ctx_compress_rag.decoding.engines.gguf_weights import Side, gguf_sides, gguf_weights, gguf_weights_digest
+from ctx_compress_rag.decoding.engines.gguf_weights import gguf_sides, gguf_weights, gguf_weights_digest
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest, DecodingScheduler
 from ctx_compress_rag.decoding.sampling import Put, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.prompt import Prompt, Side
 
 
 class LlamaCppEngine:
@@ -52,7 +52,7 @@ class LlamaCppEngine:
                     f"prompt {index} has {prompt.length} tokens, but context_size={self._size} must hold an answer, "
                     "too: give a larger one"
                 )
-            context = self._context("reader" if prompt.soft and "reader" in self._sides else "text")
+            context = self._context(prompt.side if prompt.side in self._sides else "text")
             context.check(prompt)
             on_text = put if stream else None
             answering = GrowingAnswer(prompt, sampling, tokenizer, settings, self._size, on_text=on_text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,29 +14,31 @@ from torch import nn
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.base.reader import Reader
 
-_MERGED: WeakKeyDictionary[PlainDecoder, Any] = WeakKeyDictionary()
+_MERGED: WeakKeyDictionary[PlainDecoder, dict[bool, Any]] = WeakKeyDictionary()
 _MERGING = threading.Lock()
 
 
 def check_mergeable(bundle: PlainDecoder) -> None:
     """Raise ConfigError unless the bundle's reader has LoRA, on weights that are not quantized."""
-    reader = bundle.reader if isinstance(bundle, Bundle) else None
-    if type(reader) is not Reader or reader.tune.mode != "lora" or bundle.backbone.quantized:
+    if not (isinstance(bundle, Bundle) and bundle.reader.mergeable) or bundle.backbone.quantized:
         raise ConfigError("merge=True: only a reader with LoRA on weights that are not quantized can be merged")
 
 
-def merged_model(bundle: PlainDecoder) -> Any:
-    """Return a bundle's model with its reader's LoRA merged; the first call makes it. Other weights are shared."""
+def merged_model(bundle: Bundle, *, blended: bool = False) -> Any:
+    """Return a bundle's model with its reader's LoRA, or its blend, merged; the first call makes it.
+
+    The model shares all weights that the LoRA does not change. No adapter may be active.
+    """
     with _MERGING:
-        if bundle not in _MERGED:
-            _MERGED[bundle] = _merge(bundle.backbone.model, Reader.side)
-        return _MERGED[bundle]
+        made = _MERGED.setdefault(bundle, {})
+        if blended not in made:
+            made[blended] = _merge(bundle.backbone.model, bundle.adapter_shares("blend" if blended else "reader"))
+        return made[blended]
 
 
 @torch.no_grad()
-def _merge(model: Any, adapter: str) -> Any:
+def _merge(model: Any, shares: Mapping[str, float]) -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -44,8 +47,9 @@ def _merge(model: Any, adapter: str) -> Any:
         if isinstance(layer, BaseTunerLayer):
             lora: Any = layer
             merged = lora.get_base_layer()
-            if adapter in lora.lora_A:
-                merged.weight = nn.Parameter(merged.weight + lora.get_delta_weight(adapter), requires_grad=False)
+            added = [share * lora.get_delta_weight(name) for name, share in shares.items() if name in lora.lora_A]
+            if added:
+                merged.weight = nn.Parameter(merged.weight + sum(added), requires_grad=False)
             parent, _, own = name.rpartition(".")
             setattr(twin.get_submodule(parent), own, merged)
     return twin

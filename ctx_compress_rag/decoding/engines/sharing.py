@@ -10,39 +10,40 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.merging import merged_model
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest
 from ctx_compress_rag.decoding.splice import open_decoder_model, splice_prompts
 from ctx_compress_rag.errors import DecoderMemoryError
 from ctx_compress_rag.models.transformers_internals import cache_argument, cut_kv_cache, join_kv_caches, pad_left
-from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.prompt import Prompt, Side
 
 _PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A bundle's model in this process, for prompts with slots if `soft` (LoRA merged if `merged`), else for text."""
+    """A bundle's model in this process, with the weights of one side; LoRA is merged if `merged`, but not for text."""
 
     bundle: PlainDecoder
-    soft: bool
+    side: Side
     merged: bool
 
     @contextmanager
     def open(self, slot_mask: Tensor) -> Iterator[Any]:
         """Yield the transformers model, locked for this thread and ready for prompts; see `open_decoder_model`."""
-        if self.merged and self.soft:
+        if self.merged and self.side != "text":
             with self.bundle.backbone.lock:
-                yield merged_model(self.bundle)
+                yield merged_model(cast(Bundle, self.bundle), blended=self.side == "blend")
         else:
-            with open_decoder_model(self.bundle, self.soft, slot_mask) as model:
+            with open_decoder_model(self.bundle, self.side, slot_mask) as model:
                 yield model
 
 

@@ -57,7 +57,7 @@ class TransformersEngine:
         window, device = backbone.window, backbone.device
         requests = []
         for prompt, put in zip(prompts, puts, strict=True):
-            model = LocalModel(self._bundle, prompt.soft, self._merge)
+            model = LocalModel(self._bundle, prompt.side, self._merge)
             answering = GrowingAnswer(prompt, sampling, tokenizer, settings, window, device, put if stream else None)
             requests.append(DecodingRequest(model, prompt, answering, put, canceled, self.batch_size))
         if backbone.lock.held:  # another thread would wait for this one forever
@@ -65,7 +65,7 @@ class TransformersEngine:
         elif can_share_cache(backbone.model):
             with _MAKING:
                 scheduler = _SCHEDULERS.setdefault(backbone, DecodingScheduler(DecodingBatch))
-            scheduler.add(sorted(requests, key=lambda each: (each.prompt.soft, each.prompt.length)))
+            scheduler.add(sorted(requests, key=lambda each: (each.prompt.side, each.prompt.length)))
         else:
             threading.Thread(target=_answer_alone, args=(requests,), name="ctx-compress-answers").start()
         return canceled.set

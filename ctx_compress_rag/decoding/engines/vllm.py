@@ -17,7 +17,7 @@ import torch
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
-from ctx_compress_rag.decoding.export import vllm_dtype_name, vllm_model_names
+from ctx_compress_rag.decoding.export import vllm_dtype_name, vllm_models
 from ctx_compress_rag.decoding.logprobs import TokenLogprob, logprobs_from_openai
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.settings import generation_settings
@@ -42,7 +42,7 @@ class VllmEngine:
             raise ConfigError(f"engine={server!r} needs a bundle: this is a decoder alone")
         self._bundle = bundle
         self.server = server.rstrip("/").removesuffix("/v1")
-        self._base, self._names = bundle.config.name, vllm_model_names(bundle)
+        self._base, self._models = bundle.config.name, vllm_models(bundle)
         self._windows: dict[str, int | None] | None = None
         with needs("serve"):
             import openai
@@ -99,11 +99,12 @@ class VllmEngine:
         if sampling.json_schema is not None:
             schema = {"name": "answer", "schema": closed_json_schema(sampling.json_schema)}
             extra["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if prompt.soft:
+        soft = prompt.side != "text"
+        if soft:
             extra["prompt_embeds"] = self._embeds(prompt)
         return {
-            "model": self._names.soft if prompt.soft else self._names.text,
-            "prompt": None if prompt.soft else prompt.ids().tolist(),
+            "model": self._models[prompt.side],
+            "prompt": None if soft else prompt.ids().tolist(),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

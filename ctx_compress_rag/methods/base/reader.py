@@ -45,6 +45,11 @@ class Reader(MethodPart):
         self.to(backbone.device)
         self.requires_grad_(False)
 
+    @property
+    def mergeable(self) -> bool:
+        """Whether all that the reader changes of the decoder is a LoRA, which other weights may take in."""
+        return type(self) is Reader and self.tune.mode == "lora"
+
     def initialize(self, slot_rms: float) -> None:
         """Initialize the map so that slots of this root mean square get the root mean square of token embeddings."""
         if self.projection is not None:
