@@ -21,7 +21,7 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def raising_store_errors(where: str, folder: Path | None = None, *, writing: bool = False) -> Iterator[None]:
-    """Turn errors of Chroma or its HTTP client in the block into a StoreError, or StoreWriteError if `writing`."""
+    """Turn errors of Chroma or HTTP into StoreError, or StoreWriteError if `writing` or if `folder` is not writable."""
     try:
         yield
     except (CtxCompressError, KeyboardInterrupt, SystemExit, GeneratorExit):

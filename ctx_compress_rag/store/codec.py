@@ -42,7 +42,7 @@ _STEPS = 8
 
 
 class Codec(Protocol):
-    """A way to pack a finite float32 matrix (S, D) into `size(S, D)` bytes, and to unpack them, finite again.
+    """A way to pack a finite float32 matrix (slots, dim) into `size(slots, dim)` bytes and back, finite again.
 
     `code` is the codec's number in the payload's header, which never changes once released.
     """
@@ -123,7 +123,7 @@ def check_codec(name: str) -> str:
 
 
 def encode_soft_context(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
-    """Return a SoftContext as a string. Raise PayloadError if it has no slots, or values not finite or too large."""
+    """Return a SoftContext as text, by a codec of `CODECS`; raise PayloadError if empty, NaN or too large."""
     packer = CODECS[check_codec(codec)]
     slots: Floats = soft.slots.detach().to("cpu", torch.float32).numpy()
     if not slots.size:

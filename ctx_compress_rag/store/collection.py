@@ -52,7 +52,7 @@ def chroma_batches(values: Mapping[str, T], size: Callable[[T], int], limit: int
 class ChromaCollection:
     """The records of a Chroma collection, which the first write creates. Thread-safe.
 
-    `configuration` and `metadata` are for a new collection. `SoftContextStore` describes the timeouts and errors.
+    `configuration` and `metadata` (None: Chroma's own) are for a new collection. `SoftContextStore` has the errors.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ChromaCollection:
 
     @shielded_from_interrupts
     def query(self, vectors: Any, k: int) -> list[list[Found]]:
-        """Return, for each vector, at most `k` records (id, document, metadata, distance), the nearest first."""
+        """Return, for each of vectors (n, dim), at most `k` records as `Found`, the nearest first."""
         columns = ["documents", "metadatas", "distances"]
         with self._reading() as records:
             if records is None:

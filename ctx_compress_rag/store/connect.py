@@ -43,7 +43,7 @@ def connect_store(location: Location | StorePlace) -> StorePlace:
 
 
 def companion_collection(location: object, collection: str) -> str:
-    """Return the name, with `-ctx`, of the collection beside the app's, which is `location` or named `collection`."""
+    """Add `-ctx` to the name of `location`, if a collection, else to `collection`. Raise ConfigError for a bad name."""
     if isinstance(location, chromadb.Collection):
         check_app_collection(location)
         collection = location.name

@@ -17,9 +17,9 @@ _process_key = secrets.token_bytes(32)
 
 
 class StoreKey:
-    """A store's key (see docs/store.md), looked up when first needed, because opening must not create a key file.
+    """A store's key: `key`, else CTX_COMPRESS_KEY, else the folder's key file or, in memory, this process's own key.
 
-    A store on a server that has no key raises StoreError here, not at the first marker.
+    It is looked up when first needed, because opening must not create a key file. On a server, none is a StoreError.
     """
 
     def __init__(self, key: bytes | None, place: StorePlace) -> None:
@@ -64,7 +64,7 @@ class StoreKey:
 def key_from_file(path: Path, new: bytes | None = None) -> bytes:
     """Return the key in a file. Raise StoreError if it is damaged, not this user's, or readable for others.
 
-    A missing file is made with `new` or a random key, and processes that make it at the same time get the same key.
+    A missing file is made, with `new` or (None) a random key. Processes that make it at the same time get one key.
     """
     try:
         if not path.exists():

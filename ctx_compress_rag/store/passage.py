@@ -33,7 +33,7 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of source text. If `id` is None, the store takes a hash of the text as its id.
+    """A piece of source text. If `id` is None, its id is a hash of the text. Only scalar metadata are stored.
 
     ```python
     Passage("The harbor was built by Oda Brink.", id="harbor", metadata={"source": "history.txt", "page": 3})
@@ -53,7 +53,7 @@ class Passage:
 class StoredPassage:
     """A passage in the store, with the numbers of its slots (at the base ratio) and of its source tokens.
 
-    `sentences` holds the vectors of its sentences (see `store.sentences`), or "" if none are stored.
+    `sentences` holds the packed vectors of its sentences (see `store.sentences`), or "" if none are stored.
     """
 
     id: str
@@ -82,10 +82,10 @@ class SyncReport(AddReport):
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """The contents and the size of a store, with all its scopes.
+    """The contents and the size of a store, with all its scopes. Damaged records are not counted.
 
     `payload_bytes` is the size of the encoded slots before base64. `disk_bytes` is the size of the whole folder.
-    `disk_bytes` and `payload_share` (`payload_bytes` over `disk_bytes`) are None for a store without a folder.
+    `disk_bytes` and `payload_share` (`payload_bytes` over `disk_bytes`, 0 to 1) are None for a store without a folder.
     """
 
     location: str
@@ -114,7 +114,7 @@ def checked_passage(document: object, id: str | None, place: int) -> Passage:
     """Return a string, Passage, LangChain Document or LlamaIndex node (scored or not) as a checked Passage with an id.
 
     The id is `id`, else the document's own, else a hash of the text. Messages name `place`, the document's index.
-    Metadata keep only scalars that JSON can hold, also NumPy's. Nested values and NaN stay in the app's own collection.
+    Metadata keep only scalars that JSON can hold, also NumPy's. Nested values and NaN are dropped without an error.
 
     Raises ConfigError for another kind of document, for a text that is blank, too long or not a str, and for an id or
     metadata that are not valid.
@@ -163,7 +163,7 @@ def listed_passages(
 ) -> list[Passage]:
     """Return a passage with an id for each document (see `checked_passage`) or each record of a Chroma collection.
 
-    Raises ConfigError if a document or record is not valid, or if the numbers of ids and documents differ.
+    `ids` None takes their own. Raises ConfigError if a document is not valid, or if the number of ids is another.
     """
     if isinstance(documents, chromadb.Collection):
         documents = collection_passages(documents)

@@ -23,7 +23,7 @@ def sentences_of(text: str) -> list[str]:
 
 
 def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
-    """Return, for each text, the unit vectors (sentences, 384) of its sentences. The extra `sentences` is needed."""
+    """Return each text's unit vectors (sentences, 384). Raise MissingExtraError without the extra `sentences`."""
     parts = [sentences_of(text) for text in texts]
     flat = [part for own in parts for part in own]
     if not flat:
@@ -37,7 +37,7 @@ def pack_sentence_vectors(vectors: Vectors) -> str:
 
 
 def unpack_sentence_vectors(packed: str, count: int) -> Vectors | None:
-    """Return vectors (count, 384) that `pack_sentence_vectors` wrote, or None if it wrote another number or none."""
+    """Return vectors (count, 384), or None if `packed` is "" or has another number; PayloadError if it is damaged."""
     if not packed:
         return None
     vectors: Vectors = decode_soft_context(packed).slots.numpy()

@@ -74,9 +74,9 @@ class SoftContextStore(ProcessBound):
         bundle: the bundle that compresses passages; a store made with another bundle is refused.
         collection: name of the app's collection (it need not exist), to which `-ctx` is added for the soft contexts;
             ignored if `location` is a collection.
-        codec: "int8" (the default) or "fp16" for a new store; an existing store keeps its own.
-        ratio: source tokens per slot in a new store; None takes the bundle's base ratio. An existing store keeps its
-            own. Coarser ratios can be requested later if the bundle's method can merge slots (mean pooling).
+        codec: "int8" or "fp16"; None takes int8 in a new store. An existing store keeps its own, and refuses another.
+        ratio: source tokens per slot; None takes the bundle's base ratio in a new store. An existing store keeps its
+            own, and refuses another. Methods that merge slots (mean pooling) can read coarser ratios from it.
         key: secret that signs markers and records, at least 16 bytes; None takes the first that `key.StoreKey` finds.
         scope: tenant or user of calls that name none, outside of `marker.scope`.
         lock_timeout: seconds that a write waits for other writes, 0 or more.
@@ -178,7 +178,7 @@ class SoftContextStore(ProcessBound):
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
         """Compress and store the texts that are not stored, and return each text's id in the store, in order.
 
-        This is `add` for a retriever's results. An id may come twice, even with another text. Metadata of an unchanged
+        This is `add`, with its defaults, for a retriever's results. An id may come twice. Metadata of an unchanged
         text stay as stored. Passages of the scope "default" are not stored again. There is no progress bar, and no
         write lock is taken if nothing is missing. A stored passage stays if its id comes with another text (such as an
         excerpt made for a question), and that text is stored beside it, under a hash of the text.
@@ -202,7 +202,7 @@ class SoftContextStore(ProcessBound):
         return list(map(str, places))
 
     def delete(self, ids: Sequence[str], scope: str | None = None) -> int:
-        """Delete the scope's passages with these ids, and return how many were deleted."""
+        """Delete the scope's own passages with these ids, and return how many. Ids that are not stored are skipped."""
         scope = self._scope(scope)
         return self._delete([record_id(id, scope) for id in checked_passage_ids(ids)])
 
@@ -216,7 +216,7 @@ class SoftContextStore(ProcessBound):
         Args:
             other_keys: whether to delete intact records that are signed with another key, too; if False, they raise
                 StoreError before anything is deleted.
-            sample: number of records to check, drawn at random; None checks all.
+            sample: number of records to check, drawn at random; None, or a larger number than is stored, checks all.
         """
         unreadable = self._records.unreadable(sample)
         if not other_keys and (intact := [passage_id(id) for id, is_intact in unreadable.items() if is_intact]):
@@ -250,7 +250,7 @@ class SoftContextStore(ProcessBound):
             scope: tenant or user that reads; None takes the scope of `marker.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
 
-        Raises PayloadError, with the passage's id, if a record is damaged.
+        Raises PayloadError, with the passage's id, if a record is damaged or signed with another key.
         """
         ids = checked_passage_ids(ids)
         found = {
@@ -262,14 +262,14 @@ class SoftContextStore(ProcessBound):
     def get_passages(
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[StoredPassage | None]:
-        """Return text, metadata and sizes, in the order of the ids, None for an id that is not stored. See `get`."""
+        """Return text, metadata and sizes in the order of the ids, None if not stored. Arguments are those of `get`."""
         ids = checked_passage_ids(ids)
         records = self._records.find(ids, self._scope(scope), texts)
         found = {id: record.passage(key, self.fingerprint) for id, (key, record) in records.items()}
         return [found.get(id) for id in ids]
 
     def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
-        """Return whether each text is stored under its id; also False if the id is stored with another text."""
+        """Return whether each text is stored under its id (see `add`); False if the id is stored with another text."""
         return self._records.has_passages(listed_passages(texts, ids), self._scope(scope))
 
     def stored_ids(
@@ -279,7 +279,7 @@ class SoftContextStore(ProcessBound):
         return self._places(listed_passages(texts, ids), self._scope(scope))
 
     def ids(self, scope: str | None = None) -> list[str]:
-        """Return the ids of the scope's own passages."""
+        """Return the ids of the scope's own passages, without those of the default scope that it can read, too."""
         scope = self._scope(scope)
         return [passage_id(id) for id in self._records.ids() if owned_by_scope(id, scope)]
 
@@ -338,7 +338,7 @@ class SoftContextStore(ProcessBound):
     # Markers
 
     def marker(self, id: str, ratio: int, scope: str | None = None) -> str:
-        """Return the marker that stands for a passage in a prompt; see `markers`."""
+        """Return the marker that stands for a passage in a prompt; arguments and errors are those of `markers`."""
         return self.markers([id], ratio, scope)[0]
 
     def markers(
@@ -350,20 +350,20 @@ class SoftContextStore(ProcessBound):
         *,
         beside_text: bool = False,
     ) -> list[str]:
-        """Return the markers that stand for passages in a prompt, with `ratio` source tokens per slot.
+        """Return the markers that stand for passages in a prompt, in the order of the ids.
 
         Args:
             ids: passage ids.
-            ratio: a multiple of the store's base ratio.
+            ratio: source tokens per slot, a multiple of the store's base ratio.
             scope: tenant or user; None takes the scope of `marker.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
-            beside_text: whether the prompt shows text beside the slots (see `BundleConfig.reader_share`).
+            beside_text: whether the prompt shows text beside the slots; see `BundleConfig.reader_share`.
 
         Raises:
             ConfigError: the bundle's method (RAM) reads passages only for a question.
             RatioError: the ratio cannot be made from the base ratio.
             MissingPassageError: an id is not stored, or is stored with another text.
-            PayloadError: a record is damaged; the message names the passage.
+            PayloadError: a record is damaged or signed with another key; the message names the passage.
         """
         factor, scope, ids = self.merge_factor(ratio), self._scope(scope), checked_passage_ids(ids)
         found = self._records.find(ids, self._scope(scope), texts)
@@ -383,7 +383,7 @@ class SoftContextStore(ProcessBound):
         return written
 
     def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:
-        """Return markers of parts of passages whose slots are kept in memory. Raise ConfigError for too many."""
+        """Return a marker of each part, and keep the slots in memory. Raise ConfigError for more than 16,384 slots."""
         signer, scope = self._records.signer, self._scope(scope)
         written = [signer.write(signer.transient(*part.key), 1, part.soft.n_slots, scope) for part in parts]
         self._transient.keep(dict(zip(written, parts, strict=True)))
@@ -392,7 +392,7 @@ class SoftContextStore(ProcessBound):
     def split(self, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         """Return the text parts and the markers of a prompt, in order.
 
-        A marker of another key or scope stays text, or raises UnreadableMarkerError if `on_unreadable` is "error".
+        A marker of another key or scope stays text, with a warning; for "error", UnreadableMarkerError is raised.
         """
         try:
             return self._records.signer.split(text, self._scope(scope), on_unreadable)
@@ -405,7 +405,7 @@ class SoftContextStore(ProcessBound):
         """Return the soft contexts that markers stand for, at the markers' ratios, in order.
 
         Raises MissingPassageError if a passage was deleted or its text changed after the marker was written, and
-        PayloadError if a record is damaged.
+        PayloadError if a record is damaged or signed with another key.
         """
         kept, rest = self._transient.split(markers)
         found = self._records.by_marker(rest)

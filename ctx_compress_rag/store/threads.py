@@ -87,7 +87,7 @@ def shielded_from_interrupts(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def limit_wait(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-    """Raise the error `late()` in the caller of this shielded call if the block takes longer. The block goes on."""
+    """Raise `late()` in a shielded call's caller if the block takes longer; it goes on. Other calls have no limit."""
     call: _Call | None = getattr(_here, "call", None)
     if call is None:
         yield

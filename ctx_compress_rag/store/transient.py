@@ -15,7 +15,7 @@ MAX_SLOTS = 16_384
 
 
 class TransientParts:
-    """The parts of passages that were used last, by marker. Thread-safe.
+    """The parts of passages that were used last, by marker, of at most `most` slots together. Thread-safe.
 
     They are not stored, because readers do not hold the store's write lock, and every question would add slots.
     """
