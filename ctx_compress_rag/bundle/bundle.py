@@ -111,18 +111,18 @@ class Bundle(PlainDecoder):
             name_or_path: a folder, a shipped name, or a hub id such as `someone/bundle`.
             device: where to put the bundle; None chooses CUDA, MPS or the CPU, in that order.
             revision: a hub revision (None: the newest); must be None for a folder or a shipped name.
-            changes: settings that replace those of the stored config, for a further stage of training;
-                the stored weights must fit the new settings.
-            dtype: dtype of the decoder's weights, such as "bfloat16"; None chooses one for the device. The fingerprint
-                does not depend on the dtype.
-            device_map: the device of each part of the decoder, in the form of transformers; replaces `device`.
+            changes: settings that replace those of the stored config, for a further stage of training; None: no change.
+                The stored weights must fit the new settings.
+            dtype: dtype of the decoder's weights, such as "bfloat16"; None takes bfloat16 on CUDA GPUs that have it,
+                else float32. The fingerprint does not depend on the dtype.
+            device_map: the device of each part of the decoder, in the form of transformers; only without `device`.
             quantization_config: any config of transformers (`BitsAndBytesConfig`, `TorchAoConfig`, ...), to quantize
                 the decoder's weights during loading. Such a decoder cannot be saved or exported.
 
         Raises:
             BundleError: the bundle is missing or damaged; the message names the file.
-            ConfigError: the bundle's config has unknown or impossible values, or `quantization_config` is given but
-                the method needs a copy of the decoder.
+            ConfigError: the config or an argument has unknown or impossible values, or `quantization_config` is given
+                but the method needs a copy of the decoder.
         """
         with progress_line(f"opening the bundle {name_or_path}"):
             folder = find_bundle(name_or_path, revision)
@@ -258,7 +258,7 @@ class Bundle(PlainDecoder):
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the bundle to the Hugging Face hub and return the commit's URL.
 
-        A new repository becomes private with `private`. If `token` is None, the stored login of the hub is used.
+        `private` is for a new repository; an existing one stays as it is. `token` None takes the hub's stored login.
         Raises ConfigError if `private` is False and the licenses of an imported bundle do not let anyone publish it.
         """
         import tempfile
@@ -279,7 +279,7 @@ class Bundle(PlainDecoder):
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def check_ratio(self, ratio: int) -> None:
-        """Raise RatioError if the compressor cannot make this ratio."""
+        """Raise RatioError if the compressor cannot make this ratio, or it does not divide `config.max_tokens`."""
         check_ratio_divides_window(ratio, self.config.max_tokens)
         self.compressor.check_ratio(ratio, ratio)
 
@@ -307,7 +307,7 @@ class Bundle(PlainDecoder):
         encoder's window (`config.max_tokens`, in tokens) is compressed window by window.
 
         Raises:
-            ConfigError: a passage is blank, or has no tokens.
+            ConfigError: a passage is blank, not a str, or has no tokens, or `texts` is one str.
             RatioError: the compressor cannot make this ratio.
         """
         ratio = self.config.base_ratio if ratio is None else as_int("ratio", ratio)

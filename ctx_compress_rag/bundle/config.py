@@ -45,14 +45,14 @@ class BundleConfig(Strict):
         name: the bundle's name.
         method: the compression method and its settings.
         decoder: hub id or path of the decoder, or its GGUF file; None when the bundle ships it in `decoder/`.
-        revision: the decoder's revision on the hub.
+        revision: the decoder's revision on the hub; None for the newest.
         subfolder: the decoder's folder in its repository or folder; None for the root.
-        base_ratio: source tokens per slot in the store.
-        ratios: the ratios that the bundle was trained for.
+        base_ratio: source tokens per slot, in a new store and in `Bundle.compress`, if no ratio is given.
+        ratios: the ratios (source tokens per slot) that the bundle was trained for.
         max_tokens: the encoder's window in tokens; longer passages are compressed window by window.
         reads: one line about the texts that the bundle is meant for.
         template: the prompt template of the bundle's training, see `text.templates`.
-        answer_tokens: number of tokens of the longest answer in training.
+        answer_tokens: number of tokens of the longest answer in training; the default limit of commands.
         extractive: whether the bundle answers best by quoting (`Sampling.extractive`), which is then the default of
             commands and LLM classes.
         decoder_digest: SHA-256 of the decoder's files when the bundle was saved; "" if the decoder is on the hub (then

@@ -132,7 +132,7 @@ def check_bundle_folder_free(folder: Path) -> None:
 
 
 def read_bundle_config(path: Path, changes: Mapping[str, Any] | None = None) -> BundleConfig:
-    """Return the settings in a config.json, with `changes` to them.
+    """Return the settings in a config.json, with `changes` in place of their fields; None changes nothing.
 
     Raises BundleError if the file is missing or not a bundle's, ConfigError for unknown or impossible values.
     """

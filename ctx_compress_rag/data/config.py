@@ -53,7 +53,7 @@ class PartData(Strict):
     """A run of consecutive examples for one stage of a comparison. It may start where an earlier stage's part ended.
 
     Attributes:
-        start: the number of examples to skip. After the last example, counting continues with the first.
+        start: the number of examples to skip, after mixing. After the last example, counting continues with the first.
         examples: the number of examples to use.
         seed: the seed for the order and the mixing of examples, used in place of the recipe's seed.
     """

@@ -52,8 +52,8 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
     becomes the first line of the passage. A row may also have `"evidence": [str, ...]`, verbatim parts of the passages
     that answer the question, from which stage ram learns (Read As Human, eq. 8).
 
-    Consecutive rows with the same context become one example with up to `max_turns` questions. `unanswerable` allows
-    rows without answers, whose passages do not answer the question.
+    Consecutive rows with the same context become one example with up to `max_turns` questions. Other keys are ignored.
+    `unanswerable` allows rows with `"answers": []`, whose passages do not answer the question, which else are errors.
 
     Raises:
         DataError: the file cannot be read or has no rows, or a row has another form. The message names file and line.

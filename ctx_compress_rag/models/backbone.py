@@ -119,7 +119,7 @@ class Backbone:
         return model.eval().requires_grad_(False)
 
     def add_adapter(self, name: str, config: Callable[[], Any]) -> None:
-        """Make a LoRA adapter `name`, untrained, frozen and inactive; `config` returns its peft LoraConfig."""
+        """Make an untrained, frozen, inactive LoRA adapter once the model is loaded; `config` gives its LoraConfig."""
         self.adapters.add(name)
         self.when_loaded(lambda: self._inject(name, config()))
 
@@ -148,7 +148,7 @@ class Backbone:
     def use(self, adapters: str | Mapping[str, float] | None) -> Iterator[Any]:
         """Yield the model, locked for this thread within the context, with one adapter, several, or none (None) active.
 
-        Of several, each changes the weights by its share of what it would change alone.
+        A mapping gives the share (1: all) of each one's change to apply. Raises ConfigError for an unknown adapter.
         """
         shares = {adapters: 1.0} if isinstance(adapters, str) else adapters or {}
         for adapter in shares.keys() - self.adapters:

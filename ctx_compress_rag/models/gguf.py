@@ -33,7 +33,7 @@ class GgufDecoder(Strict):
         repo: a hub repository, at the `revision` of the bundle or recipe.
         file: the file's name in the package or repository, with its folders where needed.
         path: the file's path.
-        sha256: the SHA-256 that the file must have, in hex digits. Bundles store it, because a file may move.
+        sha256: the SHA-256 that the file must have, in hex digits; None accepts any. Bundles always store it.
     """
 
     package: str | None = Field(default=None, min_length=1)
@@ -79,7 +79,7 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
 
 
 def pin_gguf(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
-    """Return the same decoder with the SHA-256 of its file; raise what `gguf_file` raises."""
+    """Return the same decoder with the SHA-256 of its file, read only if it has none; raise what `gguf_file` raises."""
     if decoder.sha256 is not None:
         return decoder
     return decoder.model_copy(update={"sha256": file_sha256(gguf_file(decoder, revision))})

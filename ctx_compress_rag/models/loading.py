@@ -49,7 +49,7 @@ class UnloadedModel:
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """Return the device (None means CUDA, else MPS, else CPU) and its dtype: bfloat16 on CUDA, float32 elsewhere."""
+    """Return a device (None: CUDA, MPS or CPU) and bfloat16 on CUDA, else float32. Raise ConfigError if absent."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -120,7 +120,7 @@ def load_decoder(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Load a causal LM, in eval mode with frozen parameters, and its tokenizer at once; see `open_decoder`."""
+    """Load a causal LM, in eval mode with frozen parameters, and its tokenizer at once; else like `open_decoder`."""
     model, tokenizer = open_decoder(name, revision, device, **options)
     return model.load(), tokenizer
 

@@ -32,7 +32,7 @@ def load_minilm(device: str) -> SentenceTransformer:
 
 @cache
 def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
-    """Return a sentence-transformers model, loaded once; `name` is a folder, hub id (downloaded) or "minilm"."""
+    """Return a model on the CPU, loaded once, for "minilm", a folder or a hub id (downloaded); else ConfigError."""
     if name == PACKAGED:
         return load_minilm("cpu")
     with needs("sentences"):
@@ -46,12 +46,12 @@ def load_embedder(name: str = PACKAGED) -> SentenceTransformer:
 
 
 def embed_passages(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """Return unit vectors of passages: (texts, dim)."""
+    """Return unit vectors of passages, float32 NumPy (texts, dim). Longer texts than the embedder's limit are cut."""
     return _vectors(load_embedder(embedder).encode_document, texts)
 
 
 def embed_questions(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
-    """Return unit vectors of questions: (texts, dim)."""
+    """Return unit vectors of questions, as `embed_passages` does for passages."""
     return _vectors(load_embedder(embedder).encode_query, texts)
 
 

@@ -30,7 +30,7 @@ class _Start(NamedTuple):
 
 
 def split_sentences(text: str, language: str = "en") -> list[str]:
-    """Return a text's sentences, which joined are the text, by the rules of sentencex (the papers use spaCy)."""
+    """Return a text's sentences, which joined are the text, by the rules of sentencex for a language (ISO 639 code)."""
     with needs("sentences"):
         from sentencex import segment
     ends = accumulate(len(part) for part in segment(language, _WIDE_SPACE.sub(" ", text)))
@@ -45,7 +45,7 @@ def split_units(text: str, tokenizer: Any, limit: int | None, *, merge: bool, la
     is empty, so a unit may exceed the limit because of a single character or the white space after the unit.
 
     With `merge`, neighbors are joined while they stay within the limit, otherwise each sentence is a unit. The
-    tokenizer must be a fast one, because token offsets are needed.
+    tokenizer must be a fast one, because token offsets are needed. Raises MissingExtraError without `sentences`.
     """
     offsets = text_tokens(tokenizer, text).offsets
     if limit is None:

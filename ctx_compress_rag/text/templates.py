@@ -27,7 +27,7 @@ PARAPHRASES: tuple[str, ...] = (
 
 
 def question_messages(template: str, context: str, question: str) -> list[dict[str, str]]:
-    """Return the chat messages for a question. The part of a template before "|||", if any, is the system message."""
+    """Fill in `{context}` and `{question}`, and return chat messages. A part before "|||", if any, is the system's."""
     parts = template.split("|||")
     roles = ("user",) if len(parts) == 1 else ("system", "user")
     # In one pass, and not by str.format: the texts filled in may hold braces, even "{question}".
