@@ -20,6 +20,7 @@ class CompressionTokensConfig(MethodConfig):
     """The settings of compression tokens, one learned token for all slots (Simple Context Compression, section 5.1).
 
     `attention` among compression tokens is "causal", as in the decoder, or "bidirectional". The text is read causally.
+    `encoder` and `decoder` say how each is trained.
     """
 
     name: Literal["compression_tokens"] = "compression_tokens"

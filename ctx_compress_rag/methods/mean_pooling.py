@@ -26,6 +26,8 @@ class MeanPoolingConfig(MethodConfig):
     `embedding_skip` small decoders learn to read slots sooner; the others help to train a pretrained decoder in hours.
 
     Attributes:
+        encoder, decoder: how each is trained.
+        linear: whether the reader maps slots; False is the paper's ablation, which reads them as they are.
         embedding_skip: scale hidden states to the size of embeddings, and add each token's embedding, before pooling.
         layers: how many of the decoder's first layers, before its final norm, the encoder has; None means all. Fewer
             layers encode and train faster. 0 is the paper's ablation that pools token embeddings (table 3).
@@ -33,7 +35,7 @@ class MeanPoolingConfig(MethodConfig):
             slot is then the mean of its tokens' embeddings, which the decoder can nearly read. Unmapped hidden states
             destroy this ability in a few steps.
         positions: add to each embedding that the encoder reads a learned vector for its position modulo this number,
-            initially zero. A mean loses the order of its tokens; these vectors hint at each token's place in its slot.
+            initially zero; None adds none. A mean loses the order of its tokens, at which these vectors hint.
     """
 
     name: Literal["mean_pooling"] = "mean_pooling"

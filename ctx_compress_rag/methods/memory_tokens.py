@@ -35,7 +35,8 @@ class MemoryTokensConfig(OneRatioConfig):
         bos: where the decoder's BOS stands: before every "window", or as a token of a passage's "first" window.
         eos: whether the decoder's end token stands after each window.
         equal: whether a passage is cut into windows of equal length (ICAE), and not into full windows and a rest.
-        wrap: the learned vectors that the decoder reads around the slots.
+        encoder, decoder: how each is trained.
+        wrap: the learned vectors that the decoder reads around the slots; none by default.
     """
 
     name: Literal["memory_tokens"] = "memory_tokens"

@@ -36,16 +36,16 @@ class OwnEncoderConfig(OneRatioConfig):
 
     Attributes:
         encoder: the encoder's hub id or folder; None if the bundle holds the encoder, in its folder `encoder/`.
-        subfolder: the encoder's place in that repository or folder.
-        revision: the encoder's revision on the hub.
+        subfolder: the encoder's place in that repository or folder; None for the root.
+        revision: the encoder's revision on the hub; None for the newest.
         digest: SHA-256 of the folder's files; None on the hub, where the revision says the same.
         dim: the width of the encoder's hidden states, given here because reading stored slots loads no encoder.
         pooling: what a slot is: the "mean" of the hidden states of `ratio` tokens, or a window's "last" one.
         bos: whether the encoder's BOS stands before each window.
         eos: whether the encoder's end token stands after each window.
-        normed: whether slots are normalized before the reader's map.
+        normed: whether slots are scaled to a root mean square of 1 before the reader's map.
         decoder: how the decoder is trained.
-        wrap: the learned vectors that the decoder reads around the slots.
+        wrap: the learned vectors that the decoder reads around the slots; none by default.
     """
 
     name: Literal["own_encoder"] = "own_encoder"

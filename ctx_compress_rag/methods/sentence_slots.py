@@ -33,7 +33,7 @@ class SentenceUnits(MethodConfig):
 
     Attributes:
         encoder: a sentence-transformers model: a hub id, a folder, or "minilm" for the packaged model.
-        encoder_revision: the encoder's revision on the hub.
+        encoder_revision: the encoder's revision on the hub; None for the newest.
         encoder_dim: the width of the encoder's vectors, given here because reading stored slots loads no encoder.
         unit: what a slot stands for: a "sentence"; a "passage" (xRAG); or, with "tokens", as many neighboring
             sentences, or as much of one, as fit into `ratio` tokens. The ratio has no effect on the first two.
@@ -129,12 +129,9 @@ class SentenceEncoder:
             raise BundleError(f"cannot load the sentence encoder {self.name!r}: {error}") from error
 
     def encode(self, texts: Sequence[str], batch_size: int = 32) -> Tensor:
-        """Encode texts, each distinct text once, and cache the latest vectors.
+        """Return vectors (texts, dim), float32, on the CPU. The latest are cached.
 
-        Shape: -> (texts, dim), float32, on the CPU
-
-        Raises:
-            ConfigError: the encoder's vectors are not `dim` wide.
+        Raises ConfigError if they are not `dim` wide, and the errors of `model`.
         """
         with self._lock:
             new = [text for text in dict.fromkeys(texts) if text not in self._vectors]

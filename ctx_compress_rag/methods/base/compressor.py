@@ -91,13 +91,13 @@ class Compressor(MethodPart, PassageRenderer):
     def forward(
         self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
     ) -> Mapping[int, SlotBatch]:
-        """Compress a training batch at each ratio, with gradients, in the same windows as `compress`."""
+        """Compress a training batch, with gradients, in the windows of `compress`; return the slots by ratio."""
 
     @abstractmethod
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
     ) -> list[SoftContext]:
-        """Compress passages of any length for a store.
+        """Return the soft contexts, for a store, of passages of any length: float32, on the CPU, in order.
 
         Args:
             passages: the passages, none empty.

@@ -17,7 +17,8 @@ class TuneConfig(Strict):
 
     `lora` adds low-rank adapters to the decoder's weights, which stay shared in memory (defaults from Simple Context
     Compression, table 6). `full`, for small decoders, trains a copy of the weights. The input embeddings, and a head
-    that is tied to them, are not trained and stay shared. `frozen` trains nothing.
+    that is tied to them, are not trained and stay shared. `frozen` trains nothing. Only `lora` uses the other fields,
+    which are those of peft's LoraConfig (`rank` is its `r`).
     """
 
     mode: Literal["lora", "full", "frozen"] = "lora"
@@ -67,11 +68,7 @@ class MethodConfig(Strict):
     name: str
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
-        """Check that the method can make these ratios from slots stored at `base_ratio`.
-
-        Raises:
-            RatioError: a ratio is impossible. The message names the first one.
-        """
+        """Raise RatioError for the first of `ratios` that the method cannot make from slots stored at `base_ratio`."""
         for ratio in ratios:
             merge_factor(ratio, base_ratio)
 

@@ -34,5 +34,5 @@ METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> None:
-    """Make a method known to bundles and recipes under the name in its settings' class."""
+    """Make a method known to bundles and recipes under the name in its settings' class, replacing one of this name."""
     METHODS[method.config.model_fields["name"].default] = method

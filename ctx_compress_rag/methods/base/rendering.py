@@ -56,7 +56,7 @@ class PassageRenderer:
     ) -> list[str]:
         """Return stored texts as a prompt shows them: as markers, or as kept text with markers in it.
 
-        `ratio=None` is the finest ratio. Only methods that read passages for each question need `question`.
+        `texts` and `ids` go in pairs. `ratio` None is the finest. Only methods that read for a question need it.
 
         Raises:
             ConfigError: the method needs a question and there is none.

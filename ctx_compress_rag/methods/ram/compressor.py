@@ -27,9 +27,9 @@ _TOKENS_PER_BATCH = 8192
 class RamConfig(MethodConfig):
     """The settings of RAM (Read As Human): the segments that a question needs stay text, and the rest is skimmed.
 
-    The paper names no adapters; we read this as training encoder and decoder fully. `close_reading: false` skims every
-    segment. `skimming` pools a skimmed segment with weights from the question ("query"), as a plain "average", or drops
-    it ("none"). These switches are the ablations of section 4.5.
+    A segment has `segment_tokens` tokens. The paper names no adapters; we read this as full training. `close_reading:
+    false` skims every segment. `skimming` pools a skimmed segment with weights from the question ("query"), as a plain
+    "average", or drops it ("none"). These switches are the ablations of section 4.5.
     """
 
     name: Literal["ram"] = "ram"
@@ -48,8 +48,7 @@ class RamConfig(MethodConfig):
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
         """Check the ratios. `ratios` say how many times shorter a prompt's context becomes, and a segment is one slot.
 
-        Raises:
-            RatioError: one of `ratios` is below 2, or `base_ratio` is not `segment_tokens`.
+        Raises RatioError if one of `ratios` is below 2, or if `base_ratio` is not `segment_tokens`.
         """
         if base_ratio != self.segment_tokens:
             raise RatioError(
