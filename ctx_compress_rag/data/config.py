@@ -14,7 +14,7 @@ class TextData(Strict):
 
     Attributes:
         file: the file's path.
-        words: the smallest number of words in a training example. The last example of a document may be shorter.
+        words: the least words of a training example, which has whole lines. The last of a document may have fewer.
     """
 
     file: Path
@@ -25,8 +25,8 @@ class MixData(Strict):
     """Settings that turn question-answering examples into realistic prompts.
 
     Attributes:
-        shortest, longest: a passage of fewer than `shortest` words is padded with other short passages, to a number of
-            words drawn between `shortest` and `longest`.
+        shortest, longest: a passage of fewer than `shortest` words (0: none) is padded with other short passages, to a
+            number of words drawn between `shortest` and `longest`.
         passages: for each prompt, one of these numbers is drawn. Passages of other examples (distractors) are added
             until the prompt has that many passages.
         near: the share of distractors from the example's own file. The file of each other distractor is drawn at

@@ -125,7 +125,7 @@ def text_examples(path: str | Path, words: int) -> list[Example]:
     """Read plain text as examples without questions. Each has at least `words` words, except the last of a document.
 
     An example consists of whole lines of one document. A .txt or .txt.xz file is one document. In a .jsonl or .jsonl.gz
-    file of questions, each distinct passage is one. Raises a DataError if the file cannot be read or has no text.
+    file of questions, each distinct passage is one. Raises DataError if it is another kind, damaged or blank.
     """
     rows: list[list[str]] = []  # the lines of each
     for document in _documents(Path(path)):
@@ -156,12 +156,12 @@ def without_long_passages(examples: Sequence[Example], most_words: int | None) -
 
 
 def spread_examples(items: Sequence[T], limit: int) -> list[T]:
-    """Return at most `limit` items, evenly spread, because neighbors in a file often come from the same article."""
+    """Return at most `limit` items (all if fewer), evenly spread, because a file's neighbors often share an article."""
     return [items[i * len(items) // limit] for i in range(limit)] if len(items) > limit else list(items)
 
 
 def write_jsonl(path: str | Path, examples: Iterable[Example]) -> int:
-    """Write examples as rows that `read_jsonl` reads, one row per question; return the number of rows."""
+    """Write examples over a .jsonl file as rows that `read_jsonl` reads, one a question; return the number of rows."""
     rows = 0
     with open(path, "w", encoding="utf-8") as out:
         for example in examples:

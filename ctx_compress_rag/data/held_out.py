@@ -48,7 +48,7 @@ class HeldOut:
     def without(self, examples: Sequence[Example], source: object, passages: bool = True) -> list[Example]:
         """Return the examples that share no question and no passage with held-out data; log how many are left out.
 
-        `source` names the examples in the log message. With `passages=False` only questions are compared, for data
+        `source` names the examples in the log message. If `passages` is False, only questions are compared, for data
         whose passages are all retrieved from one corpus.
         """
         shared = {p: self.has_passage(p) for e in examples for p in e.passages} if passages else {}

@@ -94,7 +94,7 @@ def update_index(
     """Update an index from a folder or file, and return what was done. Only new and changed passages are compressed.
 
     Texts are cut, embedded, compressed and written batch by batch, so memory holds at most one file's text and some
-    hundred passages, besides the ids. After an interruption, the same call resumes with what is missing.
+    hundred passages, besides the ids. After an interruption, the same call resumes. Raises DataError without a text.
 
     The old passages of a changed file are always removed, after the new ones are stored. The passages of a deleted file
     are removed only with `prune`, and only if they came from this folder. Passages of a file that exists but cannot be
@@ -102,8 +102,8 @@ def update_index(
 
     Args:
         chunk_tokens: maximum decoder tokens of a passage; None takes 256, or the bundle's window if that is less.
-        prune: whether to remove the passages of deleted files, also those indexed under an earlier name of the folder.
-        repair: whether to check every record first, not only some, and compress damaged ones again.
+        prune: whether to remove the passages of deleted files, also those of the folder's earlier name, or keep them.
+        repair: whether to check every record for damage, not 200 random ones. Damaged ones are compressed again.
     """
     if chunk_tokens is None:
         chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
@@ -147,10 +147,10 @@ def compress_collection(
     device: str | None = None,
     dtype: str | None = None,
 ) -> AddReport:
-    """Compress the texts of the app's Chroma collection `name` into soft contexts beside it, and count them.
+    """Compress the texts of the collection `name` in the app's Chroma folder into soft contexts beside it.
 
     Soft contexts of texts that the app deleted stay (`SoftContextStore.sync` removes them). Raises StoreError if there
-    is no such collection.
+    is no such collection. Other arguments are those of `Bundle.from_pretrained` and `SoftContextStore`.
     """
     check_index_exists(folder)
     client = chromadb.PersistentClient(str(folder))

@@ -47,8 +47,8 @@ def chunk_text(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = F
     Paragraphs are joined as long as they fit. A paragraph that is too long by itself is cut at sentences, a sentence at
     spaces, a word between characters. Each part of a long Markdown table begins with the table's first two rows.
 
-    A passage has at most `max_tokens` tokens of the decoder (8 or more), special tokens not counted. In Markdown, a
-    passage begins at each heading. Headings that follow each other stay together, and table cells lose their padding.
+    A passage has at most `max_tokens` tokens of the decoder (8 or more), special tokens not counted. With `markdown`, a
+    passage begins at each heading, headings that follow each other stay together, and table cells lose their padding.
     """
 
     def count(part: str) -> int:

@@ -27,7 +27,7 @@ _MOST_GLYPHS = 0.1
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Return a document's `text` and what it `lacks` of the document, or the `error` why it cannot be read."""
+    """Return a document's `text` and a list of what it `lacks`, or an `error` (`costly`: for want of memory)."""
     from markitdown import StreamInfo, converters
 
     suffix = path.suffix.lower()

@@ -34,9 +34,9 @@ class DemoSystem:
     """One kind of context for the decoder (full text, soft context or none), and the results of the demo with it."""
 
     label: str
-    ratio: int | None  # how many times shorter the passages become
+    ratio: int | None  # how many times shorter the passages become; None for full text and no context
     answers: tuple[str, ...]
-    scores: tuple[float, ...]  # token F1 of each answer
+    scores: tuple[float, ...]  # token F1 of each answer, 0 to 1
     prompt_tokens: float  # mean length of the prompts, a slot counted as a token
     stored_bytes: int  # bytes stored for the whole corpus
     first_token_ms: float  # median time from the prompt to the first token, reading the store included
@@ -57,7 +57,7 @@ class DemoReport:
 
 
 def run_demo(folder: str | Path, bundle: str | None = None) -> DemoReport:
-    """Index the demo's corpus in a folder, if not done before, and answer its questions with each kind of context."""
+    """Index the demo's corpus in a folder, unless done before, and answer its questions. `bundle`: see `open_index`."""
     corpus = wikipedia_corpus()
     with open_index(folder, bundle, create=True) as index:
         parts = list(tqdm(index.add(corpus.passages), desc="indexing", unit=" batches"))

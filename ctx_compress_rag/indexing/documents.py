@@ -50,7 +50,7 @@ class IndexDocument(NamedTuple):
 class DocumentReader:
     """Reads files one after another, documents in a separate process, which is killed at its limits of time and memory.
 
-    `costly` is a file that keeps the hashes of documents that met a limit, so that no later run tries them again.
+    `costly` is a file (None: none) with the hashes of documents that met a limit, so that no later run tries them.
     """
 
     def __init__(self, costly: Path | None) -> None:

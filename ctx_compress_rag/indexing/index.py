@@ -1,8 +1,7 @@
 """The index that the command line keeps in a Chroma folder, a collection to retrieve from and its soft contexts.
 
-The collection `passages` holds texts, metadata and a sentence encoder's vectors (cosine), as any RAG app's
-collection does, so langchain-chroma and LlamaIndex can open it. `SoftContextStore` puts the soft contexts beside it,
-under the same ids.
+The collection `passages` holds texts, metadata and a sentence encoder's vectors (cosine), as any RAG app's does, so
+langchain-chroma and LlamaIndex can open it. The soft contexts are beside it (`SoftContextStore`), under the same ids.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def make_index_passage(text: str, source: str, root: str) -> Passage:
 
 @dataclass(frozen=True)
 class IndexHit:
-    """A retrieved passage. `similarity` is the cosine of the passage's vector and the question's vector."""
+    """A retrieved passage. `similarity` is the cosine (-1 to 1) of its vector and the question's; `source` its file."""
 
     id: str
     text: str
@@ -151,7 +150,7 @@ class PassageIndex:
         return self._passages.roots()
 
     def search(self, questions: Sequence[str], k: int) -> list[list[IndexHit]]:
-        """Return for each question its `k` nearest passages or fewer, in order. Raise StoreError if there are none."""
+        """Return each question's `k` nearest passages or fewer, in order. Raise StoreError if the index is empty."""
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
         vectors = embed_questions(questions, self.embedder)
@@ -189,8 +188,9 @@ def open_index(
     """Open the index in a Chroma folder, or with `create` a new one. Mend it if a process was killed while it wrote.
 
     Bundle and embedder (a sentence-transformers model) are folders, hub ids or shipped names. None takes those of the
-    index or, for a new one, the shipped bundle that reads English and the packaged MiniLM. `codec` is for a new index.
-    `device` and `dtype` are those of `Bundle.from_pretrained`. Raises StoreError for an index of another embedder.
+    index or, for a new one, the shipped English bundle and the packaged MiniLM. `codec` is that of `SoftContextStore`,
+    `device` and `dtype` are those of `Bundle.from_pretrained`. Raises StoreError if there is no index to open, or if it
+    is of another embedder, and FingerprintMismatchError if it is of another bundle.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
 
@@ -229,7 +229,7 @@ class IndexInfo:
 
 
 def inspect_index(folder: str | Path, prune: bool = False) -> IndexInfo:
-    """Return what is in an index, without loading its bundle. With `prune`, first delete `IndexInfo.orphans`."""
+    """Return what is in an index. With `prune`, first delete `IndexInfo.orphans`. Raise StoreError if there is none."""
     check_index_exists(folder)
     with closing(connect_store(str(folder))) as place:
         passages, soft = PassageCollection(place, COLLECTION), ChromaCollection(place, f"{COLLECTION}-ctx")

@@ -57,7 +57,7 @@ class IndexInput(ABC):
 
 
 class FolderInput(IndexInput):
-    """The text files and documents of a folder and its subfolders, sorted by name, without hidden ones.
+    """The text files and documents of a folder and its subfolders, sorted, without hidden ones. Without any: DataError.
 
     Empty files, and files and folders that cannot be read, are skipped with a warning. Links to folders are ignored.
     """
@@ -141,7 +141,7 @@ class _Row(BaseModel):
 
 
 class JsonlInput(IndexInput):
-    """A file with one text per line, as `{"text": ..., "id": ...}`. Without an id, the source is a hash of the text."""
+    """A file of rows `{"text": ..., "id": ...}`; others raise DataError. Without an id, a text's hash is the source."""
 
     def texts(self) -> Iterator[IndexText]:
         with self.path.open("rb") as file:
@@ -169,7 +169,7 @@ def path_text(path: str) -> str:
 
 
 def open_index_input(path: str | Path) -> IndexInput:
-    """Return the input in a folder or a JSONL file. Raise DataError if there is none or it cannot be read."""
+    """Return the input in a folder, or .jsonl or .ndjson file. Raise DataError if there is none or it is unreadable."""
     if not str(path):
         raise DataError("the path to index is empty: give a folder or a file")  # Path("") is the current folder
     path = Path(path)

@@ -35,7 +35,7 @@ class IndexRetrieval:
 
     def retrieve(self, chat: Sequence[Message], scope: str | None = None) -> tuple[list[Message], list[dict[str, Any]]]:
         """Return the chat with passages in its last message, and the passages of which the prompt shows something.
-        Each has `id`, `source`, `similarity`, `text` and what is shown: `sentences` (text), `slots` (their number).
+        Each has `id`, `source`, `similarity`, `text`, `sentences` and `slots` (text and number of slots shown).
         """
         *earlier, last = chat
         question, store = last["content"], self.index.store

@@ -14,7 +14,7 @@ _MIN_LENGTH = 16
 
 
 class ApiKeys:
-    """A table of the scope (tenant or user) that each API key opens. Several keys may open one scope."""
+    """A table of the scope (tenant or user) that each API key opens. A key shorter than 16 characters: ConfigError."""
 
     def __init__(self, scopes: Mapping[str, str]) -> None:
         for key, scope in scopes.items():
@@ -29,7 +29,7 @@ class ApiKeys:
         self._scopes = {_digest(key): scope for key, scope in scopes.items()}
 
     def scope_of(self, authorization: str | None) -> str | None:
-        """Return the scope that an `Authorization` header opens; None for an unknown or missing key."""
+        """Return the scope that an `Authorization` header (`Bearer KEY`) opens; None for an unknown or missing key."""
         kind, _, key = (authorization or "").partition(" ")
         return self._scopes.get(_digest(key.strip())) if kind.lower() == "bearer" else None
 

@@ -56,8 +56,8 @@ def create_app(
     """Return an ASGI app that answers with a decoder and compresses texts into the decoder's store.
 
     Each request has the scope of its API key. Without `keys`, the app answers only requests to a name of this machine
-    or of `hosts`, in the store's own scope. With `retrieval`, the app finds passages for chats without markers, and has
-    a page to ask questions on. Raises ConfigError if the decoder has no store.
+    or of `hosts`, in the store's own scope. Without `limits`, the defaults of `ServerLimits` hold. With `retrieval`, it
+    finds passages for chats without markers, and has a page to ask on. Raises ConfigError if the decoder has no store.
     """
     if decoder.store is None:
         raise ConfigError("the server's decoder has no store: give it the store whose markers clients send")

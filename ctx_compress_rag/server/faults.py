@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """A request that is refused with an HTTP status; `code` is OpenAI's error code, `param` the field at fault."""
+    """A request refused with an HTTP status; `code` (OpenAI's) and `param` (the field at fault) are null if None."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)

@@ -28,10 +28,10 @@ _BODY_SECONDS = 60
 class ServerLimits:
     """Limits of what clients may ask of the server; a limit below 1 raises ConfigError."""
 
-    body_bytes: int = 4 << 20
+    body_bytes: int = 4 << 20  # of a request; a longer one gets status 413
     requests: int = 256  # at a time, of all clients; further ones get status 429
     answer_tokens: int = 512  # if the client gives no limit
-    longest_answer: int | None = None  # whatever the client says, in tokens; None for the decoder's window
+    longest_answer: int | None = None  # in tokens, even if the client asks for more; None for the decoder's window
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -49,7 +49,7 @@ class RequestGuard:
     limits: ServerLimits
     # Without keys, names besides this machine's own: a web page whose name leads here could read the store.
     hosts: Collection[str] = ()
-    seconds: float = _BODY_SECONDS
+    seconds: float = _BODY_SECONDS  # for the whole body to arrive; then status 408
     _running: int = field(default=0, init=False)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

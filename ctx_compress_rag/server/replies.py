@@ -20,7 +20,7 @@ _WHOLE = {"chat": "chat.completion", "text": "text_completion"}
 
 
 class OpenAIReply:
-    """The reply to one request, whole or in chunks; `sources` are the passages that were retrieved, if any were."""
+    """The reply to one request, whole or in chunks; `sources` are the retrieved passages, None if none were sought."""
 
     def __init__(self, kind: Kind, model: str, sources: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._kind: Kind = kind

@@ -169,7 +169,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompressionRequest(_Request):
-    """The body of `POST /v1/compress`, which asks for markers of texts, with options of the postprocessors."""
+    """The body of `POST /v1/compress`, which asks for markers of texts, with options of `marking.mark.mark_texts`."""
 
     input: Annotated[list[Text], Field(min_length=1, max_length=2048), OneOrMore]
     model: str | None = None

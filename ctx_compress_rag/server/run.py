@@ -21,7 +21,7 @@ which happens more often with a shorter time."""
 
 
 def open_server_socket(host: str, port: int, guarded: bool) -> socket.socket:
-    """Return a socket that queues clients until `run_server`; port 0 takes a free one. `guarded` clients need keys."""
+    """Return a listening socket; port 0 takes a free one. Raise ConfigError if not local and not `guarded` by keys."""
     if not guarded and not is_local_host(host):
         raise ConfigError(f"--host {host} serves other machines, but there are no API keys: give --api-keys FILE")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -34,7 +34,7 @@ def open_server_socket(host: str, port: int, guarded: bool) -> socket.socket:
 def run_server(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then accept no new requests, and give running ones `grace` seconds.
 
-    `listener` is the socket that `open_server_socket` returned; `started` is called with the server's address.
+    `listener` is the socket that `open_server_socket` returned; `started` is called with the API's URL.
     """
     host, port, *_ = listener.getsockname()
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")

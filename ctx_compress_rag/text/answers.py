@@ -44,7 +44,7 @@ def _words(text: str) -> list[str]:
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """Return 1.0 if the prediction equals one of the answers after normalization, else 0.0."""
+    """Return 1.0 if the prediction equals one of the answers (if there are none, "") after normalization, else 0.0."""
     return float(normalize_answer(prediction) in {normalize_answer(answer) for answer in answers or [""]})
 
 
@@ -75,7 +75,7 @@ def contains_answer(prediction: str, answers: Sequence[str]) -> float:
 def mentions_answer(text: str, answers: Sequence[str]) -> bool:
     """Whether a text contains the whole words of one of the answers, side by side ("party" does not contain "art").
 
-    This check selects passages that do not answer a question. Scores use `contains_answer`.
+    This selects passages that do not answer a question; blank answers do not count. Scores use `contains_answer`.
     """
     words = f" {' '.join(_words(text))} "
     return any(f" {' '.join(answer)} " in words for answer in map(_words, answers) if answer)

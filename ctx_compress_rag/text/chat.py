@@ -84,9 +84,8 @@ def _render(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
 class PromptTokenizer:
     """A tokenizer of prompts with holes, which reads each prompt as one string.
 
-    Some tokenizers add a space at the start of each part if parts are tokenized one by one. Therefore the whole
-    prompt is tokenized at once, with a special token for each hole (`hole`) and for each cut that keeps a text from
-    becoming a control token. The names of these tokens are random, so that no user can type them.
+    The whole is tokenized at once, because some tokenizers add a space to each part. A special token stands for each
+    hole (`hole`) and each cut that keeps a text from being a control token. No user can type its random name.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -110,7 +109,8 @@ class PromptTokenizer:
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
         """Return the token ids of the text around the holes, one int64 tensor (maybe empty) for each part.
 
-        `add_special_tokens` lets the tokenizer add its BOS. Leave it False if a chat template has added BOS.
+        `add_special_tokens` lets the tokenizer add its BOS. Leave it False if a chat template has added BOS. Raises
+        CtxCompressError for a tokenizer that drops or merges special tokens.
         """
         joined = replace_surrogates(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

@@ -27,7 +27,7 @@ class TextTokens:
 
 
 def control_token_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of control tokens, that is, added tokens marked as special or neither words nor white space.
+    """Return the ids of control tokens: added tokens that are marked as special or neither words nor white space.
 
     The mark alone is not enough, because `</s>` of Phi-3 and the roles of DeepSeek lack it.
     """
