@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache, reduce
 from operator import or_
@@ -10,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ctx_compress_rag.errors import ConfigError, short_repr
+from ctx_compress_rag.errors import ConfigError, CtxCompressError, short_repr
 
 T = TypeVar("T")
 _WHOLE = TypeAdapter(int)
@@ -58,6 +59,15 @@ def as_list(name: str, value: Iterable[T]) -> list[T]:
 
 def as_seconds(name: str, value: object) -> float:
     return validate_argument(name, value, _SECONDS)
+
+
+@contextmanager
+def faults_raised_as(kind: type[CtxCompressError], where: str = "") -> Iterator[None]:
+    """Turn pydantic's ValidationError in the block into an error of this kind, with `where` before what is wrong."""
+    try:
+        yield
+    except ValidationError as error:
+        raise kind(f"{where}{explain_validation_error(error)}") from None
 
 
 def explain_validation_error(error: ValidationError) -> str:

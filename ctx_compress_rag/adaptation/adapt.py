@@ -60,18 +60,13 @@ def adapt(llm: LLM, demonstrations: Sequence[Demonstration], adaptation: Adaptat
 def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
     """Return an LLM whose decoder has `adapter` in place of its own, or no adapter if None; `llm` stays unchanged.
 
-    Raises:
-        ConfigError: another engine than transformers runs the decoder.
+    Raises ConfigError if another engine than transformers runs the decoder.
     """
     return llm.with_decoder(adapted_decoder(llm.decoder, adapter))
 
 
 def adapted_decoder(decoder: Decoder, adapter: Adapter | None) -> Decoder:
-    """Return the decoder with `adapter` in place of its own, or no adapter if None. Both decoders share the model.
-
-    Raises:
-        ConfigError: another engine than transformers runs the decoder.
-    """
+    """Return the decoder with `adapter` in place of its own, or no adapter if None, as `with_adapter` says."""
     if not isinstance(decoder.engine, TransformersEngine):
         raise ConfigError(f"engine={decoder.engine.identity['engine']!r} cannot adapt: use the engine 'transformers'")
     bundle: PlainDecoder = decoder.bundle
@@ -133,11 +128,7 @@ def open_adapted_model(reading: AbstractContextManager[Any], adapter: Adapter | 
 
 
 def demonstration_prompts(decoder: Decoder, demonstrations: Sequence[Demonstration]) -> list[Prompt]:
-    """Return the demonstrations, with their answers, as prompts for the decoder.
-
-    Raises:
-        ConfigError: an answer is empty, or a demonstration holds a marker or is longer than the model's window.
-    """
+    """Return the demonstrations, with their answers, as prompts for the decoder. Raise ConfigError as `adapt` says."""
     tokenizer, window = decoder.bundle.tokenizer, decoder.bundle.backbone.window
     if tokenizer.eos_token_id is None:
         raise ConfigError("this decoder's tokenizer has no end token, which adapting needs: use another decoder")

@@ -18,7 +18,7 @@ from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 class Episode:
     """Demonstrations of a task (the support context C), and the query, a question of the same task with its answer.
 
-    `answers` are all accepted answers. If it is empty, the query's own answer is the accepted one.
+    `answers` are all accepted answers; empty stands for the query's own.
     """
 
     task: str

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import decoder_layers
 from ctx_compress_rag.prompt import Prompt
-from ctx_compress_rag.strict import explain_validation_error
+from ctx_compress_rag.strict import faults_raised_as
 
 BASE_FOLDER = "base"
 
@@ -193,12 +192,10 @@ class PredictedUpdate(Adaptation):
         """
         folder = Path(folder)
         try:
-            text = (folder / _CONFIG_FILE).read_text(encoding="utf-8")
-            config = PredictorConfig.model_validate_json(text)
+            with faults_raised_as(BundleError, f"{folder / _CONFIG_FILE}: "):
+                config = PredictorConfig.model_validate_json((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
         except OSError as error:
             raise BundleError(f"{str(folder)!r} holds no update predictor: {_CONFIG_FILE} is missing") from error
-        except ValidationError as error:
-            raise BundleError(f"{folder / _CONFIG_FILE}: {explain_validation_error(error)}") from None
         bundle = decoder.bundle
         if config.fingerprint != bundle.weights_digest:
             raise BundleError(

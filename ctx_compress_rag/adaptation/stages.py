@@ -74,9 +74,8 @@ class RetrievalAdapterLoss(AnswersMeanLoss):
 class MatchingLoss(nn.Module):
     """The loss of eq. 9 against the update of K SGD steps (eq. 8), a mean over contexts; no answer loss (appendix G).
 
-    `keep` keeps the gradient-descent update of each context, by the context's number, to learn from it again, because
-    solving a context takes K backward passes and learning from it almost no time. Updates are kept in bfloat16, whose
-    rounding is far below the predictor's error.
+    `keep` keeps each context's update, by the context's number, to learn from it again, because solving a context takes
+    K backward passes. Updates are kept in bfloat16, whose rounding is far below the predictor's error.
     """
 
     def __init__(

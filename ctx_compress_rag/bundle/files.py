@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,7 +16,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.int8 import weights_from_int8
 from ctx_compress_rag.models.loading import INT8_FILE
-from ctx_compress_rag.strict import explain_validation_error
+from ctx_compress_rag.strict import faults_raised_as
 
 SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("shipped/*/")}
 
@@ -142,10 +141,8 @@ def read_bundle_config(path: Path, changes: Mapping[str, Any] | None = None) -> 
     content = path.read_bytes()
     if not _is_bundle(content):
         raise BundleError(_not_a_bundle(path.parent))
-    try:
+    with faults_raised_as(ConfigError, f"{path}: "):
         return BundleConfig(**{**dict(BundleConfig.model_validate_json(content)), **(changes or {})})
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain_validation_error(error)}") from None
 
 
 def read_bundle_report(path: Path) -> dict[str, Any]:

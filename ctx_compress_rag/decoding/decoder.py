@@ -8,8 +8,6 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from pydantic import ValidationError
-
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import Engine, EngineOptions
@@ -19,7 +17,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable
-from ctx_compress_rag.strict import check_known_options, explain_validation_error
+from ctx_compress_rag.strict import check_known_options, faults_raised_as
 
 _GREEDY = Sampling()
 _Pieces = SimpleQueue[str | Generation | BaseException]
@@ -164,10 +162,8 @@ def check_engine_options(engine: str, given: Mapping[str, object]) -> EngineOpti
         known = ", ".join(map(repr, _OPTIONS))
         raise ConfigError(f"engine={engine!r} is unknown: give {known} or the address of a vLLM server (http://...)")
     check_known_options(f"engine={engine!r}", given, _OPTIONS.get(engine, _SERVER_OPTIONS))
-    try:
+    with faults_raised_as(ConfigError):
         return EngineOptions.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(explain_validation_error(error)) from None
 
 
 def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:

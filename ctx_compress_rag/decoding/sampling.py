@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.decoding.structured import default_json_tokens, json_schema_text
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.strict import check_known_options, explain_validation_error
+from ctx_compress_rag.strict import check_known_options, faults_raised_as
 
 FinishReason = Literal["stop", "length"]
 # Short and few, since after every token the text's end is compared with the beginnings of each.
@@ -77,10 +77,8 @@ class Sampling(SamplingOptions):
 
     def __init__(self, **options: Any) -> None:
         check_known_options("Sampling", options, type(self).model_fields)
-        try:
+        with faults_raised_as(ConfigError):
             super().__init__(**options)
-        except ValidationError as error:
-            raise ConfigError(explain_validation_error(error)) from None
         if self.extractive and self.json_schema is not None:
             raise ConfigError("an extractive answer cannot be JSON of a schema: leave out extractive or json_schema")
         if self.top_logprobs and not self.logprobs:

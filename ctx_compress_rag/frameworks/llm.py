@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
@@ -16,7 +16,7 @@ from ctx_compress_rag.decoding.structured import requested_json_schema
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable, check_scope, current_scope, scope
-from ctx_compress_rag.strict import check_known_options, explain_validation_error
+from ctx_compress_rag.strict import check_known_options, faults_raised_as
 from ctx_compress_rag.text.templates import question_messages
 
 
@@ -62,10 +62,8 @@ class DecoderLLM(SamplingOptions, EngineOptions):
     def __init__(self, **fields: Any) -> None:
         given = {name: value for name, value in fields.items() if value is not None}
         check_known_options(type(self).__name__, given, type(self).model_fields)
-        try:
+        with faults_raised_as(ConfigError, f"{type(self).__name__}: "):
             super().__init__(**given)
-        except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain_validation_error(error)}") from None
         if self.scope is not None:
             check_scope(self.scope)
         bundle = self.store.bundle

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import Marking, OnMissing
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.strict import check_known_options, explain_validation_error
+from ctx_compress_rag.strict import check_known_options, faults_raised_as
 
 
 class MarkingPostprocessor(BaseModel):
@@ -56,10 +56,8 @@ class MarkingPostprocessor(BaseModel):
 
     def __init__(self, store: SoftContextStore, **fields: Any) -> None:
         check_known_options(type(self).__name__, fields, type(self).model_fields)
-        try:
+        with faults_raised_as(ConfigError, f"{type(self).__name__}: "):
             super().__init__(store=store, **fields)
-        except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {explain_validation_error(error)}") from None
         _ = self.marking  # refuses impossible values
 
     def __getstate__(self) -> NoReturn:

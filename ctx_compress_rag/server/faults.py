@@ -27,7 +27,6 @@ class RequestError(Exception):
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's format; `kind` is its type."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -14,8 +14,6 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class ServerMetrics:
-    """The counters and times of one server."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
@@ -29,11 +27,9 @@ class ServerMetrics:
         self.passages = counter("ctx_compress_passages_total", "Texts that clients asked markers for.")
 
     def count(self, answer: Generation) -> None:
-        """Count the tokens of an answer."""
         self._tokens.labels("prompt").inc(answer.prompt_tokens)
         self._tokens.labels("slot").inc(answer.slots)
         self._tokens.labels("completion").inc(answer.completion_tokens)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' format."""
         return generate_latest(self.registry)

@@ -29,7 +29,6 @@ class OpenAIReply:
         self._sources = {} if sources is None else {"sources": sources}
 
     def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
-        """Return the body of a reply with all answers."""
         choices = [
             {
                 "index": index,

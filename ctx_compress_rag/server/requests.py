@@ -88,7 +88,6 @@ class _Request(BaseModel):
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Whether a field that is not served asks for anything."""
     return name not in _OF_THE_CLIENT and value not in (0, "", [], {}) and value not in _NEUTRAL.get(name, ())
 
 
@@ -109,7 +108,6 @@ class ChatMessage(_Request):
         return self
 
     def as_message(self) -> Message:
-        """Return the message as a decoder's chat template takes it."""
         return {"role": _ROLES.get(self.role, self.role), "content": "".join(part.text for part in self.content or ())}
 
 
@@ -153,7 +151,6 @@ class ChatCompletionRequest(GenerationRequest):
         return own
 
     def prompt(self) -> list[Message]:
-        """Return the messages as a decoder's chat template takes them."""
         return [message.as_message() for message in self.messages]
 
 

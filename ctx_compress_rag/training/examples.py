@@ -15,8 +15,7 @@ from ctx_compress_rag.training.config import DataConfig, Recipe
 def load_training_examples(recipe: Recipe) -> list[Example]:
     """Return the recipe's training examples, without those that share a question or passage with held-out files.
 
-    A stage that trains on passages only (`recites`) gets each distinct passage as an example. A stage that takes texts
-    besides its questions (`repeats_texts`) gets the texts from `load_training_texts`.
+    A stage that `recites` gets each distinct passage as an example; one that `repeats_texts` loads the texts itself.
     """
     data, held_out = recipe.data, _held_out(recipe.data)
     files = [

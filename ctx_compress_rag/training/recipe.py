@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.strict import any_of, explain_validation_error
+from ctx_compress_rag.strict import any_of, faults_raised_as
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import TrainingJob
 
@@ -59,11 +58,7 @@ def recipe_names(name: str) -> list[str]:
 
 
 def parse_recipe(settings: Any, where: str) -> BaseRecipe:
-    """Make a recipe from its keys and values; error messages name `where`.
-
-    Raises:
-        ConfigError: a key or value is invalid.
-    """
+    """Make a recipe from its keys and values. Raise ConfigError, which names `where`, if one of them is invalid."""
     stage = settings.get("stage") if isinstance(settings, dict) else None
     for folder in FOLDERS:
         if stage not in STAGES:
@@ -71,8 +66,6 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
     if stage is None:
         stages = ", ".join(sorted(STAGES))
         raise ConfigError(f"{where} has no stage, which says what to train: set stage to one of {stages}")
-    try:
+    with faults_raised_as(ConfigError, f"{where}: "):
         recipe: BaseRecipe = any_of(tuple(cls for cls, _ in STAGES.values()), "stage").validate_python(settings)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {explain_validation_error(error)}") from None
     return recipe

@@ -140,10 +140,7 @@ def _refuse_another(recipe: BaseRecipe) -> None:
 
 
 def _keep_recipe(recipe: BaseRecipe, resume: bool, files: Mapping[str, str]) -> None:
-    """Save the recipe and the digests of the `files` that it reads beside its checkpoints.
-
-    An earlier training's report is removed, and without `resume` its checkpoints are, too.
-    """
+    """Save recipe and digests of its `files` with its checkpoints; remove an earlier report, or everything earlier."""
     folder = recipe.output / FOLDER
     # With an earlier report, a training that is interrupted from now on would count as finished.
     (recipe.output / REPORT_FILE).unlink(missing_ok=True)

@@ -26,8 +26,7 @@ class SlotUpdates(Protocol):
 
     slots: Any
 
-    def at_slots(self, slots: Any) -> AbstractContextManager[None]:
-        """Add updates at these slots within the context."""
+    def at_slots(self, slots: Any) -> AbstractContextManager[None]: ...
 
 
 def bundle_decoder_layers(bundle: Bundle) -> list[nn.Module]:

@@ -122,8 +122,6 @@ def train_job(
 
     Checkpoints go to `output/checkpoints`. With `resume`, training goes on from the last one, if any, with the same
     data order, learning rate and random state. `deadline` is in seconds of `time.monotonic`; None sets no limit.
-
-    Returns: a report: steps, seconds, tokens and speed, final loss, trained parameters, and the job's `about`.
     """
     training = _Training(job, optim, output, seed)
     resumed = training.begin(resume)

@@ -1,7 +1,4 @@
-"""Pack sequences of different lengths into rows of one length, with little padding, and compute the loss of the rows.
-
-Rows of one shape also suit compiled layers, which are compiled again for each new shape.
-"""
+"""Pack sequences into rows of one length, with little padding, for layers that are compiled for each new shape."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ class PackedRows(_Movable):
     kinds: Tensor
 
     def full_attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """Return an additive mask (rows, 1, length, length) with which positions attend to their whole sequence.
-
-        Padding attends to padding.
-        """
+        """Return an additive mask (rows, 1, length, length): a position sees its whole sequence, padding padding."""
         allowed = self.segments[:, :, None] == self.segments[:, None, :]
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return hidden.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]

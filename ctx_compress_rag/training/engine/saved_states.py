@@ -78,8 +78,7 @@ def load_training_state(accelerator: Accelerator, checkpoint: Path) -> dict[str,
 def last_checkpoint(accelerator: Accelerator, output: Path, steps: int) -> Path | None:
     """Return the folder of the last complete checkpoint, or None; the main process deletes incomplete ones.
 
-    Raises:
-        ConfigError: the checkpoint is beyond the recipe's last step.
+    Raises ConfigError if the checkpoint is beyond the recipe's last step.
     """
     complete = complete_checkpoints(output)
     for half in set(_all(output)) - set(complete) if accelerator.is_main_process else ():

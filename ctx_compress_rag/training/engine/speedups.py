@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def speed_up_training(model: Any, optim: OptimConfig, dynamic: bool = False, saved: bool = False) -> None:
-    """Round and compile a decoder in place, as far as `optim` says; trained weights must require gradients before.
+    """Compile a decoder, and round its frozen weights unless they will be `saved`, in place, as far as `optim` says.
 
-    `dynamic` says that batches differ in shape, and `saved` that frozen weights will be saved, so they are not rounded.
+    Trained weights must require gradients before. `dynamic` says that batches differ in shape.
     """
     if optim.bf16 and not saved and bfloat16_pays():
         round_frozen_weights(model)

@@ -1,8 +1,4 @@
-"""The stages answer, next_token and reconstruction, which train on the likelihood of a text given slots.
-
-The text is an answer (ArcAligner, eq. 10; ComprExIT, section 3.3; xRAG), the continuation of a compressed beginning
-(ComprExIT's first phase, section 3.3), or the passage itself (ArcAligner, section 3.5, stage I; xRAG's pretraining).
-"""
+"""The stages answer, next_token and reconstruction, which train on the likelihood of a text given slots."""
 
 from __future__ import annotations
 
@@ -31,9 +27,10 @@ from ctx_compress_rag.training.stages.compression import CompressionRecipe, Obje
 
 
 class AnswerRecipe(CompressionRecipe):
-    """The recipe of stage answer: the likelihood of answers given slots (fine-tuning in ArcAligner and ComprExIT).
+    """The recipe of stage answer: the likelihood of answers given slots (ArcAligner, eq. 10; ComprExIT, section 3.3).
 
-    `self_distillation` is the weight of KL(decoder with text || decoder with slots) on the same tokens (xRAG).
+    `self_distillation` is the weight of KL(decoder with text || decoder with slots), averaged over the same tokens
+    (xRAG, Cheng et al., 2024, where it is 2).
     """
 
     stage: Literal["answer"]
@@ -49,9 +46,7 @@ class AnswerRecipe(CompressionRecipe):
 class LikelihoodLoss(BatchMeanLoss, SlotObjective):
     """The cross-entropy of the answers' tokens given slots, averaged over the batch's tokens, summed over its ratios.
 
-    The collator decides what the answers are: answers to questions, the passages' own text (reconstruction), or the
-    text that follows them (next token). `self_distillation` is the weight of KL(decoder with text || decoder with
-    slots), averaged over the same tokens (xRAG, Cheng et al., 2024, where it is 2).
+    The collator decides what the answers are. `self_distillation` is that of `AnswerRecipe`.
     """
 
     def __init__(self, bundle: Bundle, self_distillation: float = 0.0) -> None:
@@ -168,8 +163,8 @@ class NextTokenCollator:
 class ReconstructionRecipe(CompressionRecipe):
     """The recipe of stage reconstruction: the likelihood of passages given their slots (ArcAligner, stage I, eq. 10).
 
-    Each distinct passage of the data is an example, and questions are ignored. Passages, and so the answers, are
-    truncated to `data.max_context_tokens`. One of the paper's prompts (table 7) is drawn for each.
+    It is also xRAG's pretraining. Each distinct passage of the data is an example, truncated to
+    `data.max_context_tokens`, and questions are ignored. One of ArcAligner's prompts (table 7) is drawn for each.
     """
 
     asks = False

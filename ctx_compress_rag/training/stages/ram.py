@@ -73,8 +73,7 @@ class RamTrainingRow:
     positives: list[bool]
 
     @property
-    def token_count(self) -> int:
-        """Return the number of the question's tokens, without passages, of which the model chooses what it keeps."""
+    def token_count(self) -> int:  # without passages, of which the model chooses what it keeps
         return len(self.question)
 
 
@@ -84,9 +83,7 @@ class RamLoss(BatchMeanLoss, SlotObjective):
     Each question draws one of the step's ratios (section 4.1). Prompts are built as `RamCompressor.render` and the
     decoder build them: kept segments are text, tokenized with the prompt. The choice of segments passes no gradient.
     L_con trains the representations of segments; L_nll trains the vectors of skimmed segments. Both train the encoder,
-    and L_nll also the alignment matrix.
-
-    `temperature` is tau of eq. 8. `contrastive=False` is the paper's ablation without L_con.
+    and L_nll also the alignment matrix. `temperature` and `contrastive` are those of `RamRecipe`.
     """
 
     def __init__(

@@ -99,9 +99,9 @@ class TokenVectors(Protocol):
 
 
 class PackedSlotLoss(SlotObjective):
-    """The cross-entropy of answers and of repeated passages. The mean of each of the two kinds has half of the weight.
+    """The cross-entropy of answers and of repeated passages, each averaged, with half of the weight.
 
-    Each sequence has its own ratio, which the data draws. `measured` are passages for `measure`.
+    `measured` are passages for `measure`.
     """
 
     def __init__(self, bundle: Bundle, measured: Sequence[str] = ()) -> None:
