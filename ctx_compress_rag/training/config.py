@@ -16,13 +16,13 @@ class DataConfig(Strict):
     """The data that a recipe trains on: files of questions, or of plain text.
 
     Attributes:
-        files: JSONL files of questions (see `data.examples.read_jsonl`).
+        files, texts: JSONL files of questions (see `data.examples.read_jsonl`), and files of plain text.
         mix: how examples become prompts of several passages; None leaves the examples as they are, in random order.
-        most_words: examples of `files` that have a passage with more words are left out.
+        most_words: examples of `files` that have a passage with more words are left out; None sets no limit.
         part: the part of the examples to use; None uses all.
         max_turns: the most questions about the same passages in one example.
-        held_out: files of questions that the bundle will be scored with. Examples that share a question or passage with
-            them are left out, and their number is logged (see `data.held_out`).
+        held_out: files of questions to score with. Examples that share a question or passage are left out and counted.
+        max_context_tokens, max_answer_tokens: lengths to which an example's passages (together) and an answer are cut.
         templates: prompt templates, of which one is drawn for each example.
     """
 
@@ -61,16 +61,16 @@ class OptimConfig(Strict):
         batch_size: examples in a step, of all processes together.
         micro_batch_size: examples that a process takes at once (None: its whole share); it does not change gradients.
         learning_rate, final_learning_rate: after the warm-up the rate falls from the first to the second by `schedule`.
-        muon_learning_rate: the rate of Muon, which then trains the matrices, while AdamW trains the rest. Decoders of a
-            few million weights then learn to answer in a fraction of the steps.
+        muon_learning_rate: the rate of Muon, which then trains the matrices, while AdamW trains the rest (None: all).
+            Decoders of a few million weights then learn to answer in a fraction of the steps.
         warmup_ratio: the share of the steps in which the rate rises from zero.
-        average: the decay of an exponential moving average of the weights, which is saved in place of the last weights.
-            0.99 averages about the last 100 steps. The weights of a single step are noisier, especially with small
-            batches and high rates.
+        clip_norm: the largest norm of a step's gradients; larger ones are scaled down to it.
+        average: the decay of an exponential moving average of the weights, which is saved in place of the last weights,
+            as these are noisier. 0.99 averages about the last 100 steps. None saves the last weights.
         bf16: compute in bfloat16; ignored on a CPU without bfloat16 instructions.
         compile: compile the decoder layers, which share their code, for batches of any shape.
-        checkpoint_layers: keep only each decoder layer's input, and run the layer again in the backward pass, which
-            saves memory and costs time.
+        checkpoint_layers: keep only each layer's input, and run the layer again backward: less memory, more time.
+        save_every, log_every: the number of steps from one checkpoint, or row of the log, to the next.
     """
 
     steps: int = Field(default=48_000, gt=0)

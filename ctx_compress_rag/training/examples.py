@@ -16,6 +16,7 @@ def load_training_examples(recipe: Recipe) -> list[Example]:
     """Return the recipe's training examples, without those that share a question or passage with held-out files.
 
     A stage that `recites` gets each distinct passage as an example; one that `repeats_texts` loads the texts itself.
+    Raises DataError if no example is left.
     """
     data, held_out = recipe.data, _held_out(recipe.data)
     files = [
@@ -38,7 +39,7 @@ def load_training_examples(recipe: Recipe) -> list[Example]:
 
 
 def load_training_texts(recipe: Recipe) -> list[Example]:
-    """Return only the rows of the recipe's plain texts, without those that share a passage with held-out files."""
+    """Return the examples of the recipe's plain texts, without those that share a passage with held-out files."""
     return [row for rows in _texts(recipe.data, _held_out(recipe.data)) for row in rows]
 
 

@@ -41,7 +41,8 @@ def passage_token_shares(lengths: Sequence[int], total: int) -> list[int]:
 class TrainingPromptBuilder:
     """A maker of prompts from examples, for one tokenizer. An answer has the same token ids after text and after slots.
 
-    `separator` stands between the slots of two passages. `answer_prefix` is prompt text before an answer from slots.
+    Longer answers are cut to `max_answer_tokens`, end token included. `separator` stands between the slots of two
+    passages. `answer_prefix` is prompt text before an answer from slots.
     """
 
     # Stands for slots until the prompt is split there. Icon fonts use private-use characters, one at a time.

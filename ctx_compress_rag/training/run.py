@@ -49,7 +49,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
 
     Args:
         path: a YAML file, or the name of a shipped recipe.
-        resume: whether to resume from the last checkpoint and to skip a finished recipe; otherwise start again.
+        resume: whether to resume from the last checkpoint and to skip a finished recipe; False starts again.
         deadline: when to stop, in seconds of `time.monotonic`; None sets no limit.
 
     Raises:

@@ -98,7 +98,7 @@ class TrainingJob:
         collate: makes a batch from some of the examples.
         save: writes the result; called with the report.
         about: further entries of the report.
-        on_step: called before each step with the step's number.
+        on_step: called before each step with the step's number, from 0.
         measure: returns further entries of the log at a checkpoint; takes no part in the training.
         layers: the decoder layers that the model runs, for `OptimConfig.checkpoint_layers`.
         micro_batch_size: the most examples that `collate` takes at once; None takes `OptimConfig.micro_batch_size`.
@@ -121,7 +121,7 @@ def train_job(
     """Train a job's model, write `loss.json`, and return a report.
 
     Checkpoints go to `output/checkpoints`. With `resume`, training goes on from the last one, if any, with the same
-    data order, learning rate and random state. `deadline` is in seconds of `time.monotonic`; None sets no limit.
+    data order, learning rate and random state. `deadline` and the errors are those of `run.run_recipe`.
     """
     training = _Training(job, optim, output, seed)
     resumed = training.begin(resume)

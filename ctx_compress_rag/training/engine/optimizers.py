@@ -64,7 +64,7 @@ def set_learning_rate(optimizers: list[Optimizer], optim: OptimConfig, step: int
 
 
 def learning_rate_share(optim: OptimConfig, step: int) -> float:
-    """Return a step's learning rate as a share of the highest: it rises linearly, then falls by `schedule`."""
+    """Return the learning rate of a step (from 0) as a share of the highest: it rises linearly, falls by `schedule`."""
     warmup = round(optim.warmup_ratio * optim.steps)
     if step < warmup:
         return step / warmup

@@ -137,7 +137,7 @@ def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
 def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
     """Return the cross-entropy of packed prompts' targets: the mean of each kind, averaged over the kinds.
 
-    `inputs` is what the trunk reads of the rows: `input_ids` or `inputs_embeds`.
+    `inputs` is what the trunk reads of the rows: `input_ids` or `inputs_embeds`. Raises ConfigError without a target.
     """
     wanted = rows.targets[:, 1:]
     if not wanted.any():

@@ -128,7 +128,7 @@ class NextTokenCollator:
 
     An example's passages are joined into one text. Its beginning is compressed, and the rest is predicted after the
     decoder's BOS and the slots (ComprExIT, appendix A.4: 512 and 128 tokens). A text shorter than both together is
-    divided in the same proportion; a longer one is truncated.
+    divided in the same proportion; a longer one is truncated. Raises DataError for a text of fewer than two tokens.
     """
 
     tokenizer: Any

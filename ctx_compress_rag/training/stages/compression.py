@@ -59,11 +59,11 @@ class CompressionRecipe(Recipe):
     shipped under this name. What a recipe with a bundle leaves out (`name`, `reads`, `base_ratio`, `ratios`, `window`,
     the prompt) is the bundle's. A `method` given with a bundle replaces the bundle's settings and must fit its weights.
 
+    `window` is `BundleConfig.max_tokens`, and `teacher` a peft adapter's folder (None: the decoder itself teaches).
     With `copy_decoder: false` the new bundle names the folder given as `decoder` and holds no copy of it. `int8` saves
     the bundle's matrices in 8 bits. `sources`, `decoder_license` and `limits` go into its model card.
 
-    Without a `curriculum` every step trains all `ratios`. A curriculum is ours: decoders as small as the demo's do not
-    learn to read slots if they start at coarse ratios.
+    Without a `curriculum` (ours: decoders as small as the demo's cannot start at coarse ratios), all `ratios` train.
     """
 
     packed: ClassVar[bool] = False
@@ -183,7 +183,10 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
 
 
 def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
-    """Load the recipe's `bundle` with the recipe's settings, or make an untrained one for its `decoder`."""
+    """Load the recipe's `bundle` with the recipe's settings, or make an untrained one for its `decoder`.
+
+    Raises ConfigError if the recipe's window is longer than the decoder's.
+    """
     settings: dict[str, Any] = {
         "name": recipe.name,
         "base_ratio": recipe.base_ratio,

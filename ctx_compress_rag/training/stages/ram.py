@@ -36,7 +36,7 @@ class RamRecipe(CompressionRecipe):
         base_ratio: the method's `segment_tokens`.
         ratios: the paper's alpha, how many times shorter a prompt's context becomes.
         temperature: tau of eq. 8.
-        contrastive: false is the paper's ablation without the contrastive loss.
+        contrastive: whether to add the contrastive loss; false is the paper's ablation.
     """
 
     stage: Literal["ram"]

@@ -61,7 +61,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
     the step's ratios; a ratio that is listed twice is drawn twice as often.
 
     Attributes:
-        packing: the size of a packed batch.
+        packing: the size of a packed batch; `window` must be its `length`.
         repeat: the share of a batch's sequences that repeat a passage, for each part of the training.
     """
 
@@ -101,7 +101,7 @@ class TokenVectors(Protocol):
 class PackedSlotLoss(SlotObjective):
     """The cross-entropy of answers and of repeated passages, each averaged, with half of the weight.
 
-    `measured` are passages for `measure`.
+    `measured` are passages for `measure`. Raises ConfigError if the bundle's compressor is none of `TokenVectors`.
     """
 
     def __init__(self, bundle: Bundle, measured: Sequence[str] = ()) -> None:
@@ -138,7 +138,7 @@ class PackedSlotLoss(SlotObjective):
 
 @torch.no_grad()
 def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[str, float]:
-    """Return the cross-entropy per token when the decoder repeats the beginnings of passages, for three kinds of slots.
+    """Return the cross-entropy (nats a token) of the first 64 tokens of passages, repeated from three kinds of slots.
 
     Returns: "right", from the passage's own slots; "wrong", from the next passage's; "none", without slots.
     """

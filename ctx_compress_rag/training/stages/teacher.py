@@ -33,8 +33,8 @@ class TeacherRecipe(Recipe):
 
     Attributes:
         decoder: a folder, hub id or GGUF file.
-        revision: the decoder's revision on the hub.
-        tune: the adapter.
+        revision: the decoder's revision on the hub; None takes the newest.
+        tune: the adapter, whose mode must be "lora".
         packing: the size of a packed batch; prompts without room in their batch are left out. None packs nothing.
     """
 
