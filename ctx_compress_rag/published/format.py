@@ -144,7 +144,7 @@ def check_published_tensors(found: Iterable[str], wanted: Iterable[str], where: 
 
 
 def published_model_without_weights(files: PublishedCheckpoint, auto: Any) -> Any:
-    """Return the model of a transformers folder, of a class such as `AutoModel`, on the meta device (no weights)."""
+    """Return a folder's model, of a class such as `AutoModel`, on the meta device. Raise BundleError if unknown."""
     from transformers import AutoConfig
 
     try:
@@ -173,9 +173,9 @@ def read_published_settings(checkpoint: PublishedCheckpoint, file: str, *counts:
 
 
 def instruct_format(begin: str, spaces: str) -> str:
-    """Return Mistral's chat format without a system role, with the text `begin` before a user's message.
+    """Return Mistral's chat format without a system role, with `begin` before a user's message.
 
-    Both projects that use it put a space's token before `begin`, which the format adds if the tokenizer does not.
+    A space's token belongs before `begin`. The format adds it if the tokenizer's `spaces` are "first".
     """
     begin = f" {begin}" if spaces == "first" else begin
     return (
@@ -187,7 +187,7 @@ def instruct_format(begin: str, spaces: str) -> str:
 
 
 def published_lora_tensors(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return an adapter's own tensors, without the `known` embeddings and head, which newer versions of peft write."""
+    """Return an adapter's LoRA tensors. Raise BundleError for others but `known` ones, which newer peft writes, too."""
     for key, value in state.items():
         if "lora_" not in key and not (key in known and torch.equal(value, known[key])):
             raise BundleError(f"{where} trained {key}, beside the adapter's own tensors: this cannot be imported")

@@ -55,7 +55,8 @@ class PublishedImport:
     ) -> PublishedImport:
         """Recognize a checkpoint, given by hub id (its commit is pinned) or folder. Only small files are downloaded.
 
-        `subfolder` is the checkpoint's folder in `name`. `decoder` and `encoder` replace those that it names itself.
+        `subfolder` is the checkpoint's folder in `name`; None is its root. `revision` is the hub's; None is the newest.
+        `decoder` and `encoder` are folders or hub ids in place of those that it names. Errors: see `import_published`.
         """
         from transformers import AutoModel
 
@@ -91,7 +92,7 @@ class PublishedImport:
         return sum(part.bytes_of(part.of_transformers) for part in self.parts.values())
 
     def write(self, folder: str | Path, *, copy: bool = False) -> None:
-        """Write the checkpoint as a bundle into a new or empty folder, completely or not at all.
+        """Write a bundle into a new or empty folder, completely or not at all. Errors are those of `import_published`.
 
         With `copy`, decoder and encoder are copied into the folder; otherwise the bundle names their place and commit.
         """
@@ -175,8 +176,7 @@ def import_published(
 ) -> Bundle:
     """Convert another project's published compressor into a bundle in a new folder, and return the loaded bundle.
 
-    The arguments are those of `PublishedImport.of` and `PublishedImport.write`, and `options` are those of
-    `Bundle.from_pretrained`.
+    The arguments are those of `PublishedImport.of` and `.write`, and `options` those of `Bundle.from_pretrained`.
 
     Raises BundleError if the compressor is missing, incomplete, damaged, of no known format or for another decoder, or
     if the disk is full. Raises ConfigError if an argument does not fit the compressor, or the folder has files.

@@ -102,7 +102,7 @@ class PublishedCheckpoint:
         return self._only(Tensor, self._content(name, keys), name)
 
     def groups(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of a file that holds groups of tensors, by group and name."""
+        """Return the tensors of a file that holds groups of tensors, by group and name. No code in it is run."""
         groups = self._only(dict, self._content(name), name)
         return {group: self._only(Tensor, content, f"{group} of {name}") for group, content in groups.items()}
 
