@@ -183,10 +183,7 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
 
 
 def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:
-    """Load the recipe's `bundle` with the recipe's settings, or make an untrained one for its `decoder`.
-
-    Raises ConfigError if the recipe's window is longer than the decoder's.
-    """
+    """Load the recipe's `bundle` with its settings, or make one. Raise ConfigError if its window is too long."""
     settings: dict[str, Any] = {
         "name": recipe.name,
         "base_ratio": recipe.base_ratio,
