@@ -102,9 +102,7 @@ def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, An
             begun = begun or bool(piece.strip())
         else:
             found = [f"[{number}]" for number, each in enumerate(sources, 1) if quoted_from(piece.text, each["text"])]
-            # A quotation may go on from one sentence to another that stands apart in the passage.
-            quoted = "Quoted" if found else "Quoted in pieces"
-            how = quoted if extractive and sources else "Free answer"
+            how = "Quoted" if extractive and sources else "Free answer"
             where = f", found in {', '.join(found)}" if found else ""
             read = "Read:" if sources else "No passage was read."
             print(f"\n\n{how}{where}. {piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. {read}")

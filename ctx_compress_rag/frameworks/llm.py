@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from hashlib import sha256
 from typing import Any, NoReturn, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr
@@ -128,7 +129,8 @@ class DecoderLLM(SamplingOptions, EngineOptions):
     def _identity(self) -> dict[str, Any]:
         """Return what an answer depends on besides the prompt, as a key for caches, without secrets."""
         return {
-            "fingerprint": self.store.fingerprint,
+            "fingerprint": self.store.fingerprint,  # of what affects slots; the whole config may affect answers
+            "config": sha256(self.store.bundle.config.model_dump_json().encode()).hexdigest(),
             "scope": self.scope or current_scope() or self.store.scope,
             "on_unreadable": self.on_unreadable,
             **self.decoder.engine.identity,

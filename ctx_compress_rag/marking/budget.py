@@ -16,6 +16,7 @@ from ctx_compress_rag.models.sentence_embedding import embed_questions
 from ctx_compress_rag.store.marker import MAX_FACTOR
 from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unpack_sentence_vectors
 from ctx_compress_rag.text.answers import CHARACTER
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 # Where a sentence that is too long may be cut: Chinese and Japanese have no spaces.
 _WORD = re.compile(rf"{CHARACTER.pattern}|(?:(?!{CHARACTER.pattern})\S)+")
@@ -134,7 +135,7 @@ class Budget:
         kept: list[dict[int, str]] = [{} for _ in shown]
 
         def fits() -> bool:
-            return self.fits(_joined(shown, kept))
+            return self.fits(self._joined(shown, kept))
 
         ranked = [
             (-sentence.similarity, passage, place)
@@ -156,7 +157,18 @@ class Budget:
             else:
                 del kept[passage][place]
             break
-        return _joined(shown, kept)
+        return self._joined(shown, kept)
+
+    def _joined(self, shown: Sequence[ShownPassage], kept: Sequence[dict[int, str]]) -> list[ShownPassage]:
+        """Return what is shown with the kept sentences, and a blank line, over which no answer quotes, at each gap."""
+        joined = []
+        for each, passage, own in zip(shown, self.passages, kept, strict=True):
+            text = ""
+            for place in sorted(own):
+                follows = place > 0 and own.get(place - 1) == passage.sentences[place - 1].text
+                text += ("" if not text else " " if follows else PASSAGE_SEPARATOR) + own[place]
+            joined.append(each._replace(text=text) if own else each)
+        return joined
 
     def _only(self, best: int, shown: ShownPassage) -> list[ShownPassage]:
         return [shown if place == best else NOTHING for place in range(len(self.passages))]
@@ -166,10 +178,3 @@ class Budget:
         factors = range(1, min(max(most, 1), MAX_FACTOR) + 1) if self._nestable else [1]
         place = bisect_left(factors, True, key=lambda factor: self._count(at(factor)) <= size)
         return factors[place] if place < len(factors) else None
-
-
-def _joined(shown: Sequence[ShownPassage], kept: Sequence[dict[int, str]]) -> list[ShownPassage]:
-    return [
-        each._replace(text=" ".join(own[place] for place in sorted(own))) if own else each
-        for each, own in zip(shown, kept, strict=True)
-    ]

@@ -82,8 +82,9 @@ def mentions_answer(text: str, answers: Sequence[str]) -> bool:
 
 
 def quoted_from(answer: str, text: str) -> bool:
-    """Whether an answer that is not blank is in a text, word for word."""
-    return bool(answer.strip()) and answer.strip() in text
+    """Whether an answer that is not blank is in a text, word for word; white space may differ."""
+    words = " ".join(answer.split())
+    return bool(words) and words in " ".join(text.split())
 
 
 def declined(prediction: str) -> float:

@@ -21,6 +21,7 @@ _MARKS = "".join(c for c in _PLANES if unicodedata.category(c)[0] == "M") + "\u2
 _LETTER = rf"(?!{CHARACTER.pattern})\w"
 _WORD = re.compile(rf"{CHARACTER.pattern}[{_MARKS}]*|{_LETTER}(?:{_LETTER}|[{_MARKS}]|(?<=\d)[.,:](?=\d))*")
 _SPACED = re.compile(r"\S+")
+_BLANK_LINE = re.compile(r"\n\s*\n")
 
 
 def without_question(text: str) -> str:
@@ -35,8 +36,9 @@ def without_question(text: str) -> str:
 def find_quotations(texts: Iterable[str], tokenizer: Any) -> Quotable:
     """Return all quotations from texts. Each starts at a word, or punctuation after a space, and ends with one of them.
 
-    None ends within a token, so Chinese characters that share a token are quoted together. None spans two texts, or
-    letters that spell a control token. The tokenizer must be a fast one, because token offsets are needed.
+    None ends within a token, so Chinese characters that share a token are quoted together. None spans two texts, a
+    blank line (which is between passages), or letters that spell a control token. The tokenizer must be a fast one,
+    because token offsets are needed.
     """
     tokens: list[QuotedToken | None] = []
     starts: dict[int, list[tuple[tuple[QuotedToken, ...], int]]] = defaultdict(list)
@@ -73,15 +75,17 @@ def _alone(word: str, tokenizer: Any) -> tuple[QuotedToken, ...]:
 def _quoted(text: str, tokenizer: Any, read: TextTokens) -> list[QuotedToken | None]:
     """Return a text's tokens. A quotation may end where it cuts neither a word nor a character that two tokens share.
 
-    None stands for an unknown token, and for tokens after which no quotation can end before an unknown one.
+    None stands for an unknown token, one with the end of a blank line, and tokens after which no quotation can end
+    before such a one.
     """
     within = bytearray(len(text) + 1)
     for match in _WORD.finditer(text):
         within[match.start() + 1 : match.end()] = b"\1" * (len(match[0]) - 1)
+    blank = {match.end() - 1 for match in _BLANK_LINE.finditer(text)}
     quoted: list[QuotedToken | None] = []
     to_end, after = None, len(text)
     for id, (start, end) in reversed(list(zip(read.ids, read.offsets, strict=True))):
-        if id == tokenizer.unk_token_id:
+        if id == tokenizer.unk_token_id or blank.intersection(range(start, end)):
             to_end = None
         elif not within[end] and end <= after:
             to_end = 0

@@ -115,6 +115,15 @@ def test_every_run_of_words_can_be_an_answer(tokenizer: Any) -> None:
                 assert scores[wanted] == 0, (span, tokenizer.decode(ids[: done + 1]))
 
 
+def test_no_answer_goes_on_over_a_blank_line(tokenizer: Any) -> None:
+    quotables = find_quotations(["the end \n \nthe Elder"], tokenizer)
+    ids = text_ids(tokenizer, "the end \n \nthe Elder")
+    quoting = QuoteFilter(quotables, {tokenizer.eos_token_id}, len(ids) + 1)
+    allowed = [quoting(ids[:done], torch.zeros(len(tokenizer)))[wanted] == 0 for done, wanted in enumerate(ids)]
+    begun = len(text_ids(tokenizer, "the end"))
+    assert all(allowed[:begun]) and not all(allowed)
+
+
 def test_answers_quote_passages_that_the_prompt_has_as_slots(decoder: Decoder, prompts: list[Any]) -> None:
     """The same alone, in a batch, streamed and by transformers' generate; without the option nothing is quoted."""
     answers = decoder.generate(prompts, EXTRACTIVE)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ def test_sentences_are_the_nearest_until_one_is_cut(rows: Any, size: int) -> Non
         for number, passage in enumerate(passages)
         for place, part in enumerate(passage.sentences)
     )
+    for each, passage in zip(shown, passages, strict=True):  # a blank line stands where sentences are left out
+        runs = each.text.split("\n\n")
+        assert all(run in passage.text for run in runs)
+        assert not any(" ".join(two) in passage.text for two in pairwise(runs))
     said = {word for each in shown for word in each.text.split()}
     whole = [set(text.split()) <= said for *_, text in ranked]
     kept = whole.index(False) if False in whole else len(whole)

@@ -12,6 +12,7 @@ from ctx_compress_rag.text.answers import (
     exact_match,
     mentions_answer,
     normalize_answer,
+    quoted_from,
     token_f1,
 )
 
@@ -65,6 +66,11 @@ def test_mentions_compares_whole_words() -> None:
     assert not mentions_answer("north of the east", ["north east"])
     assert mentions_answer("首都是东京。", ["东京"])
     assert not mentions_answer("big art", ["the", ""]) and not mentions_answer("", [])
+
+
+def test_a_quotation_has_a_texts_words_whatever_the_white_space() -> None:
+    assert quoted_from(" two. Three", "One two.\nThree four.")
+    assert not quoted_from("two. four", "One two.\nThree four.") and not quoted_from(" ", "One two.")
 
 
 @pytest.mark.parametrize(

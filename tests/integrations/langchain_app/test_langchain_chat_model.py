@@ -77,7 +77,7 @@ def test_tools_are_refused_in_words(app: App) -> None:
 
 
 def test_cache_is_keyed_by_what_the_answer_depends_on(
-    app: App, make_tiny_bundle: Callable[..., Any], tmp_path: Path
+    app: App, make_tiny_bundle: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = InMemoryCache()
     [tower] = app.postprocessor().invoke(SOURCES[:1])
@@ -93,6 +93,9 @@ def test_cache_is_keyed_by_what_the_answer_depends_on(
         assert len(seen) == 5
     keys = [app.llm(**engine)._identifying_params for engine in ({}, {"merge": True}, {"engine": "http://localhost:1"})]
     assert keys[0] != keys[1] != keys[2] and "float32" in str(keys[0])
+    with monkeypatch.context() as patch:  # the same slots, read with other weights
+        patch.setattr(app.bundle, "config", app.bundle.config.model_copy(update={"reader_share": 0.5}))
+        assert app.llm()._identifying_params != keys[0]
     # Another bundle of the same name, asked in the same words.
     own = app.llm(cache=cache).invoke(QUESTION).content
     with SoftContextStore(tmp_path, make_tiny_bundle(seed=9)) as store, prefills(store.bundle.backbone.model) as seen:
