@@ -81,6 +81,7 @@ def evaluation_conditions(
         "extractive": bundle.config.extractive if (quoted := asking.get("extractive")) is None else quoted,
         "codec": asking.get("codec") or DEFAULT_CODEC,
         "text_share": bundle.config.text_share,
+        "reader_share": bundle.config.reader_share,
     }
 
 
