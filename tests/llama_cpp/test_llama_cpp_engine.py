@@ -86,7 +86,8 @@ def test_opening_and_answering_load_no_transformers_model(
 def test_files_of_another_bundle_are_refused(
     bundle: Bundle, files: Path, tmp_path: Path, store: SoftContextStore, prompts: list[Any]
 ) -> None:
-    other = Bundle.build(bundle.config, Backbone(*load_decoder(bundle.config.decoder, device="cpu")))
+    config = bundle.config.model_copy(update={"reader_share": 1.0})  # it has no teacher
+    other = Bundle.build(config, Backbone(*load_decoder(bundle.config.decoder, device="cpu")))
     for opened, weights, error in ((other, str(files), BundleError), (bundle, "Q2", ConfigError)):
         with pytest.raises(error, match="another bundle|Q2"):
             Decoder(opened, engine="llama.cpp", weights=weights).generate(["Who?"])
