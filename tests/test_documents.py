@@ -135,6 +135,8 @@ def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.C
         settings.get("method", {}).pop("layers", None)
         Path("recipes", file.name).write_text(yaml.safe_dump(settings), encoding="utf-8")
     assert main(train) == 0
+    [card] = Path("runs").glob("*/*/bundle/README.md")
+    assert "| data | license |" in card.read_text(encoding="utf-8")
     for evaluate in evaluations:
         few = ["--questions", "2", "--ratios", "4", "--max-tokens", "4", "--output", evaluate[2].replace("/", "_")]
         assert main([*evaluate, *few]) == 0

@@ -25,6 +25,7 @@ from ctx_compress_rag.training.recipe import FOLDERS, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ctx_compress_rag"
+FILES = sorted(PACKAGE.rglob("*.py"))
 INTEGRATIONS = ROOT / "integrations"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LANGCHAIN = "langchain_ctx_compress"
@@ -87,27 +88,27 @@ def imports_of(tree: ast.AST, at_import_time: bool = False) -> Iterator[str]:
             yield from imports_of(node, at_import_time)
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_a_room_imports_only_from_those_before_it(file: Path) -> None:
-    room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if room != "__init__":  # public names, imported on first use
-        names = imports_of(ast.parse(file.read_text(encoding="utf-8")))
-        rooms = {name.split(".")[1] for name in names if name.startswith("ctx_compress_rag.")}
-        assert rooms - {"__version__"} <= {*ORDER[: ORDER.index(room) + 1]}
+def test_a_room_imports_only_from_those_before_it() -> None:
+    for file in FILES:
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room != "__init__":  # public names, imported on first use
+            names = imports_of(ast.parse(file.read_text(encoding="utf-8")))
+            rooms = {name.split(".")[1] for name in names if name.startswith("ctx_compress_rag.")}
+            assert rooms - {"__version__"} <= {*ORDER[: ORDER.index(room) + 1]}, file
 
 
 def test_nothing_imports_the_laboratory_or_the_guest() -> None:
     """Adaptation is imported by who adapts, and by `training`'s table of stages when a recipe has one of its own."""
-    for file in [*PACKAGE.rglob("*.py"), *INTEGRATIONS.rglob("*.py")]:
+    for file in [*FILES, *INTEGRATIONS.rglob("*.py")]:
         names = [*imports_of(ast.parse(file.read_text(encoding="utf-8")))]
         assert not {"benchmarks", "tests"} & {name.split(".")[0] for name in names}, file
         guest = [name for name in names if name.startswith("ctx_compress_rag.adaptation")]
         assert not guest or file.is_relative_to(PACKAGE / "adaptation"), file
 
 
-@pytest.mark.parametrize("module", CORE_MODULES + INTEGRATION_MODULES)
-def test_every_module_imports(module: str) -> None:
-    assert importlib.import_module(module).__name__ == module
+def test_every_module_imports() -> None:
+    for module in CORE_MODULES + INTEGRATION_MODULES:
+        assert importlib.import_module(module).__name__ == module
 
 
 def foreign_distributions(file: Path, at_import_time: bool) -> set[str]:
@@ -120,15 +121,15 @@ def declared(*groups: list[str]) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for group in groups for line in group}
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_core_modules_import_only_what_is_declared(file: Path) -> None:
+def test_core_modules_import_only_what_is_declared() -> None:
     core = declared(PROJECT["dependencies"])
-    if file.parent.name == "server":  # the server's own room; no other imports it before it is asked for
-        core |= declared(EXTRAS["serve"])
     extras = ("train", "gguf", "llama-cpp", "sentences", "index", "serve")
     optional = declared(*(EXTRAS[name] for name in extras))
-    assert foreign_distributions(file, at_import_time=True) <= core
-    assert foreign_distributions(file, at_import_time=False) <= core | optional
+    for file in FILES:
+        # The server's own room; no other imports it before it is asked for.
+        serving = declared(EXTRAS["serve"]) if file.parent.name == "server" else set()
+        assert foreign_distributions(file, at_import_time=True) <= core | serving, file
+        assert foreign_distributions(file, at_import_time=False) <= core | optional, file
 
 
 def test_every_requirement_has_a_pin_that_fits_it() -> None:
@@ -159,7 +160,7 @@ def test_private_names_are_in_one_file_and_bounded(package: str) -> None:
     (requirement,) = (Requirement(line) for line in PROJECT["dependencies"] if Requirement(line).name == package)
     assert any(bound.operator == "<" for bound in requirement.specifier)
     private = rf"(from {package}[\w.]* import (\w+, )*_[a-z]|\b{package}(\.\w+)*\._[a-z]|from {package}[\w.]*\._[a-z])"
-    files = {file.name for file in PACKAGE.rglob("*.py") if re.search(private, file.read_text(encoding="utf-8"))}
+    files = {file.name for file in FILES if re.search(private, file.read_text(encoding="utf-8"))}
     assert files <= {f"{package}_internals.py", "chroma_internals.py"}
 
 

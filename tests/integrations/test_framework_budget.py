@@ -4,8 +4,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from langchain_core.documents import Document
 
 from ctx_compress_rag import SoftContextStore
@@ -34,25 +32,6 @@ def test_a_budget_may_return_a_marked_passage_to_its_text(app: App, framework: A
         marked = framework.mark(found, QUESTION, store=app.store, ratio=8, **options)
         left = framework.restore(marked, app.store)
         assert framework.mark(marked, QUESTION, store=app.store, token_budget=10_000) == left
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 120), st.sampled_from([0, 0.3, 0.5, 1]), st.permutations(range(4)), st.integers(1, 4))
-def test_the_prompt_never_grows_by_more_than_the_budget(
-    app: App, budget: int, share: float, order: list[int], passages: int
-) -> None:
-    llm = app.llm()
-    found = [SOURCES[i] for i in order[:passages]]
-    postprocessor = app.postprocessor(token_budget=budget, text_share=share)
-    try:
-        documents = postprocessor.compress_documents(found, QUESTION)
-    except RatioError as error:
-        assert f"token_budget={budget}" in str(error) and budget < 40
-        return
-    assert 0 < llm.get_num_tokens(joined(documents)) <= budget
-    kept = [document.id for document in documents]
-    assert kept == [each.id for each in found if each.id in kept]
-    assert LangChain.restore(documents, app.store) == [each for each in found if each.id in kept]
 
 
 @FRAMEWORKS

@@ -1,7 +1,7 @@
 """What a retriever may return, in both frameworks: missing passages, bad ones, excerpts, odd ids and metadata."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -21,13 +21,12 @@ from ctx_compress_rag.errors import (
 from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, passage_content_id
-from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex
+from helpers.frameworks import FRAMEWORKS
 from helpers.ram import PASSAGES, QUESTION, close_bundle, close_store
 from helpers.ram import ask as ask_ram
 from helpers.store import WordBundle, passage
 
 GOOD = passage(0)
-Ask = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -37,18 +36,13 @@ def store(tmp_path: Path) -> Iterator[SoftContextStore]:
         yield made
 
 
-@pytest.fixture(params=[LangChain, LlamaIndex])
-def ask(request: pytest.FixtureRequest) -> Ask:
+def ask(store: SoftContextStore, passages: list[tuple[str, str | None]], **options: Any) -> list[str]:
     """What the LLM reads in place of texts with ids."""
-
-    def shown(store: SoftContextStore, passages: list[tuple[str, str | None]], **options: Any) -> list[str]:
-        found = [request.param.found(text, id) for text, id in passages]
-        return [request.param.shown(each) for each in request.param.mark(found, store=store, **options)]
-
-    return shown
+    texts, ids = zip(*passages, strict=True) if passages else ((), ())
+    return mark_texts(store, texts, ids, **options)
 
 
-def test_what_is_missing(store: SoftContextStore, ask: Ask) -> None:
+def test_what_is_missing(store: SoftContextStore) -> None:
     passages = [(GOOD, "good"), (passage(1), "new"), (" \n", "blank")]
     with pytest.raises(MissingPassageError, match="new"):
         ask(store, passages, on_missing="error")
@@ -120,7 +114,7 @@ class Toneless(WordBundle):
 )
 @pytest.mark.parametrize("policy", ["compress", "text", "error"])
 def test_a_passage_that_cannot_be_stored_fails_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ask: Ask, text: str, shown: str | None, policy: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, shown: str | None, policy: str
 ) -> None:
     with SoftContextStore(tmp_path, Toneless(), key=b"k" * 32) as store:
         store.add([GOOD], ["good"], progress=False)
@@ -137,7 +131,7 @@ def test_a_passage_that_cannot_be_stored_fails_alone(
 
 
 @pytest.mark.parametrize("id", ["", "x\ud83d"])
-def test_an_id_that_no_passage_can_have_is_none(store: SoftContextStore, ask: Ask, id: str) -> None:
+def test_an_id_that_no_passage_can_have_is_none(store: SoftContextStore, id: str) -> None:
     passages = [(passage(1), id), (GOOD, "good")]
     assert ask(store, passages, on_missing="text") == [passage(1), store.marker("good", 4)]
     with pytest.raises(MissingPassageError, match="not stored"):
@@ -171,13 +165,7 @@ def test_what_is_no_list_of_passages_is_refused(store: SoftContextStore, framewo
             call(given, store=store)
 
 
-NO_LISTS: list[dict[str, Any]] = [
-    {"texts": "abc"},
-    {"texts": [None]},
-    {"ids": 1},
-    {"scores": "1"},
-    {"scores": [1.0, 2.0]},
-]
+NO_LISTS: Any = [{"texts": "abc"}, {"texts": [None]}, {"ids": 1}, {"scores": "1"}, {"scores": [1.0, 2.0]}]
 
 
 @pytest.mark.parametrize("wrong", NO_LISTS, ids=str)
@@ -187,7 +175,7 @@ def test_what_is_no_list_is_refused_and_an_iterator_is_one(store: SoftContextSto
     assert mark_texts(store, iter([GOOD]), iter(["good"])) == [store.marker("good", 4)]  # type: ignore[arg-type]
 
 
-def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore, ask: Ask) -> None:
+def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore) -> None:
     """A step that shortens nodes for one question keeps their ids; forty questions at once, each with its excerpt."""
     store.add([Document(passage(1, 60), id="p", metadata={"page": 3})], progress=False)
     before = store.marker("p", 4)

@@ -1,7 +1,6 @@
 """Close reading when a question is asked: through the store, markers and the decoder."""
 
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -224,16 +223,3 @@ def test_a_question_writes_nothing(bundle: Bundle, store: SoftContextStore) -> N
     before = store.info()
     ask(store, question="Is anything written?")
     assert store.info() == before
-
-
-def test_threads_ask_at_once(store: SoftContextStore) -> None:
-    questions = [QUESTION, "Who keeps bees?", "What was Oda Brink?"]
-    alone = {question: ask(store, question=question) for question in questions}
-
-    def work(n: int) -> bool:
-        question = questions[n % 3]
-        marked = ask(store, question=question)
-        return marked == alone[question] and [expand(store, text) for text in marked] == PASSAGES
-
-    with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(work, range(9), timeout=60))

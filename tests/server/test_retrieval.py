@@ -63,21 +63,16 @@ def test_a_question_alone_is_answered_from_its_sources(
     assert free.choices[0].message.content == own.text
 
 
-def test_passages_of_which_nothing_is_shown_are_no_sources(opened: PassageIndex) -> None:
+def test_passages_of_which_nothing_is_shown_are_no_sources(
+    opened: PassageIndex, caplog: pytest.LogCaptureFixture
+) -> None:
     retrieval = IndexRetrieval(opened, 4, Marking(opened.store, token_budget=40, text_share=0.5))
     [asked], sources = retrieval.retrieve([{"role": "user", "content": QUESTION}])
     assert 0 < len(sources) < 4 and all(source["sentences"] or source["slots"] for source in sources)
     assert asked["content"].count("[[ctx:") == sum(source["slots"] > 0 for source in sources)
-
-
-def test_a_question_in_another_language_is_warned_of_once(
-    opened: PassageIndex, caplog: pytest.LogCaptureFixture
-) -> None:
-    retrieval = IndexRetrieval(opened, 1, None)
-    foreign = "水泵的保修期有多长时间" * 3
-    for question, warnings in ((QUESTION, 0), (foreign, 1), (foreign, 1)):
-        retrieval.retrieve([{"role": "user", "content": question}])
-        assert len(caplog.records) == warnings
+    for _ in range(2):  # a language that the bundle does not read is warned of once
+        retrieval.retrieve([{"role": "user", "content": "水泵的保修期有多长时间" * 3}])
+    assert len(caplog.records) == 1
 
 
 def test_a_chat_with_markers_retrieves_nothing(

@@ -156,24 +156,3 @@ def test_a_link_in_place_of_a_lock_file_is_not_followed(tmp_path: Path, bundle: 
     with SoftContextStore(folder, bundle) as store, pytest.raises(StoreWriteError, match=f"(?i){name}.*symbolic link"):
         add(store, 1)
     assert precious.read_text() == "words"
-
-
-def test_a_store_carried_over_a_fork_says_so_and_leaves_the_parent_alone(tmp_path: Path) -> None:
-    code = f"""{WRITE}
-import multiprocessing
-from ctx_compress_rag.errors import StoreError
-store = SoftContextStore(sys.argv[1], WordBundle())
-store.add([passage(0)], ["p0"], progress=False)
-def child():
-    try:
-        store.get(["p0"])
-    except StoreError as error:
-        print("child:", error, flush=True)
-process = multiprocessing.get_context("fork").Process(target=child)
-process.start(); process.join(30)
-print("exit", process.exitcode, flush=True)
-print(store.add([passage(1)], ["p1"], progress=False).added)
-"""
-    lines = run_python(code, tmp_path).stdout.splitlines()
-    assert "before a fork" in lines[0] and "spawn" in lines[0]
-    assert lines[1:] == ["exit 0", "1"]

@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,9 @@ from ctx_compress_rag.errors import ConfigError, CtxCompressError, MissingPassag
 from ctx_compress_rag.store import AddReport, SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from ctx_compress_rag.store.record import record_id
-from helpers.forked import Forked
 from helpers.server import chroma_server
 from helpers.serving import listening
-from helpers.store import WRITE, WordBundle, add, assert_same, passage
+from helpers.store import WordBundle, add, assert_same, passage
 
 KEY = b"sixteen bytes or more"
 Change = Callable[[str, Any], Any]
@@ -94,33 +92,6 @@ def test_a_record_that_the_server_takes_in_no_request_is_named(client: ClientAPI
     with pytest.raises(StoreError, match="'big' takes .* bytes .*smaller passages"):
         store.add(["some words", " ".join(["word"] * 4200)], ["small", "big"], progress=False)
     assert store.ids() == ["small"]
-
-
-def test_two_processes_write_and_four_read_one_server(client: ClientAPI, port: int) -> None:
-    """Readers see a passage whole or not at all, and nothing of what was written is lost."""
-    code = f"""{WRITE}
-import chromadb
-bundle, role, start = WordBundle(), sys.argv[2], int(sys.argv[3])
-store = SoftContextStore(chromadb.HttpClient("127.0.0.1", int(sys.argv[1])), bundle, collection="shared")
-if role == "write":
-    for n in range(start, start + 60, 20):
-        store.add([passage(i) for i in range(n, n + 20)], [f"p{{i}}" for i in range(n, n + 20)], progress=False)
-else:
-    seen = 0
-    while seen < 120:
-        ids = [f"p{{i}}" for i in range(120)]
-        found = [each for each in zip(ids, store.get(ids), store.get_passages(ids)) if each[1] and each[2]]
-        assert len(found) >= seen, "a passage went away"
-        seen = len(found)
-        for id, soft, kept in found:
-            assert kept.text == passage(int(id[1:])) and soft.n_tokens == 30
-"""
-    roles = [("write", 0), ("write", 60), *[("read", 0)] * 4]
-    with ExitStack() as running:
-        for worker in [running.enter_context(Forked(code, port, *role)) for role in roles]:
-            ended = worker.finished()
-            assert ended.returncode == 0, ended.stderr
-    assert len(SoftContextStore(client, WordBundle(), collection="shared")) == 120
 
 
 @dataclass

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
@@ -22,35 +20,7 @@ from ctx_compress_rag.training.engine.loop import count_batch_tokens, speed_repo
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, passage_token_shares
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.distillation import DistillationCollator, DistillationLoss
-from helpers.training import losses, report, settings_of, write_recipe
-
-
-def test_from_questions_to_a_bundle_in_one_command(decoder: Path, tmp_path: Path) -> None:
-    """The English recipes in small: both stages, on questions of the invented world."""
-    write_jsonl(tmp_path / "train.jsonl", world_examples("train", 1, 20, max_turns=2, passages=(1,)))
-    optim = {"steps": 4, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
-    mix = {"shortest": 5, "passages": [1, 2], "unanswerable": 0.2}
-    data = {"files": [str(tmp_path / "train.jsonl")], "mix": mix, "max_turns": 2, "max_context_tokens": 128}
-    slots = {
-        "packing": {"rows": 2, "passage_rows": 2, "length": 384, "examples": 2},
-        "window": 384,
-        "repeat": [{"step": 0, "share": 0.3}],
-        "int8": True,
-        "sources": [{"data": "an invented world", "license": "Apache-2.0"}],
-        "teacher": str(tmp_path / "1"),
-    }
-    (tmp_path / "recipes").mkdir()
-    for number, stage, changes in ((1, "adapter", {}), (2, "packed", slots)):
-        recipe = settings_of(decoder, stage, tmp_path / str(number), optim, data=data, **changes)
-        (tmp_path / "recipes" / f"{number}.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["train", str(tmp_path / "recipes")]) == 0  # the second needs what the first writes
-    for stage in ("1", "2"):
-        told = report(tmp_path / stage)
-        assert told["tokens"] > 0 and told["tokens_per_second"] > 0
-    bundle = Bundle.from_pretrained(tmp_path / "2" / "bundle")
-    assert bundle.compress(["Some text that it never saw before."])[0].slots.isfinite().all()
-    card = (tmp_path / "2" / "bundle" / "README.md").read_text()
-    assert "| an invented world | Apache-2.0 |" in card
+from helpers.training import losses, report, write_recipe
 
 
 def test_a_window_beyond_the_decoders_positions_is_refused(decoder: Path, tmp_path: Path) -> None:

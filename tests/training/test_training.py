@@ -45,7 +45,9 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     objective = DistillationLoss(bundle)
     objective.ratios = [4, 8]
     collate = DistillationCollator(TrainingPromptBuilder(bundle.tokenizer), ["{context}\n\n{question}"], 512, seed=0)
-    loss = float(objective(**collate(EXAMPLES))["loss"])
+    batch = collate(EXAMPLES)
+    assert len(batch["passages"]) == 2 and batch["prompts"].passages == [[0, 1], [1]]  # a shared one is encoded once
+    loss = float(objective(**batch)["loss"])
 
     embed, total = bundle.backbone.embeddings, 0.0
     for example in EXAMPLES:
@@ -148,12 +150,6 @@ def test_self_distillation_is_added_to_the_likelihood(make_tiny_bundle: Any) -> 
     divergence = apart * len(EXAMPLES) / tokens
     assert float(found) == pytest.approx(float(answers + 1000 * divergence), rel=1e-4)
     assert float(1000 * divergence) > 0.1
-
-
-def test_shared_passages_are_encoded_once(tiny_bundle: Any) -> None:
-    batch = DistillationCollator(TrainingPromptBuilder(tiny_bundle.tokenizer), TEMPLATES, 512, seed=0)(EXAMPLES)
-    assert len(batch["passages"]) == 2
-    assert batch["prompts"].passages == [[0, 1], [1]]
 
 
 def test_answer_loss_is_the_answers_cross_entropy(tiny_bundle: Any) -> None:

@@ -1,6 +1,6 @@
-"""Every chain, in every way that LangChain runs one, and every kind of template."""
+"""Chains, in every way that LangChain runs one, and every kind of template."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -8,24 +8,17 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import dynamic_prompt
-from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
+from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_classic.retrievers import ContextualCompressionRetriever, EnsembleRetriever
-from langchain_classic.retrievers.document_compressors import DocumentCompressorPipeline
-from langchain_core.documents import BaseDocumentTransformer, Document
+from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 
 from helpers.langchain import CHAT, QUESTION, TEXTS, App, direct, joined, rag
 from langchain_ctx_compress import expand_prompt
 
 QUESTIONS = [QUESTION, "When does the ferry leave?"]
-
-
-class Reversed(BaseDocumentTransformer):
-    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        return documents[::-1]
 
 
 @dataclass
@@ -39,14 +32,10 @@ class Case:
     streamed: dict[str, Any] = field(default_factory=dict)
 
 
-def compressing(app: App, base: Any, *before: Any) -> Any:
-    compressor = app.postprocessor(ratio=8)
-    if before:
-        compressor = DocumentCompressorPipeline(transformers=[*before, compressor])
-    return ContextualCompressionRetriever(base_compressor=compressor, base_retriever=base)
-
-
-def retrieval_chain(app: App, retriever: Any) -> Case:
+def retrieval_chain(app: App) -> Case:
+    retriever = ContextualCompressionRetriever(
+        base_compressor=app.postprocessor(ratio=8), base_retriever=app.retriever()
+    )
     chain = create_retrieval_chain(retriever, create_stuff_documents_chain(app.llm(), CHAT))
     return Case(
         chain,
@@ -54,20 +43,6 @@ def retrieval_chain(app: App, retriever: Any) -> Case:
         answer=lambda result: result["answer"],
         piece=lambda part: part.get("answer", ""),
     )
-
-
-def earlier(app: App) -> list[tuple[str, str]]:
-    """A chat's history, with a marker in it."""
-    return [("user", f"{app.store.marker('ferry', 8)} When does it leave?"), ("assistant", "At noon.")]
-
-
-def history_aware(app: App) -> Case:
-    """A follow-up question: the history rewrites what is searched for."""
-    rewrite = ChatPromptTemplate([MessagesPlaceholder("chat_history"), ("human", "{input}")])
-    retriever = create_history_aware_retriever(app.llm(), compressing(app, app.retriever()), rewrite)
-    case = retrieval_chain(app, retriever)
-    case.given = lambda question: {"input": question, "chat_history": earlier(app)}
-    return case
 
 
 def agent(app: App) -> Case:
@@ -89,31 +64,21 @@ def agent(app: App) -> Case:
 CHAINS: dict[str, Callable[[App], Case]] = {
     "pipe": lambda app: Case(rag(app)),
     "pipe, streaming inside": lambda app: Case(rag(app, app.llm(streaming=True))),
-    "ContextualCompressionRetriever": lambda app: retrieval_chain(app, compressing(app, app.retriever())),
-    "DocumentCompressorPipeline": lambda app: retrieval_chain(app, compressing(app, app.retriever(), Reversed())),
-    "EnsembleRetriever of compressed": lambda app: retrieval_chain(
-        app, EnsembleRetriever(retrievers=[compressing(app, app.retriever(1)), compressing(app, app.retriever(2))])
-    ),
-    "create_history_aware_retriever": history_aware,
+    "ContextualCompressionRetriever": retrieval_chain,
     "create_agent": agent,
 }
 
 
-def plainly(app: App, question: str, name: str) -> str:
+def plainly(app: App, question: str) -> str:
     """The answer to the prompt that a chain is to send, written out by hand."""
-    searched = question
-    if name == "create_history_aware_retriever":
-        turns = [*earlier(app), ("user", question)]
-        searched = direct(app, [{"role": role, "content": text} for role, text in turns])
-    ids = [document.id for document in app.retriever().invoke(searched)]
-    markers = [app.store.marker(id, 8) for id in (ids[::-1] if name == "DocumentCompressorPipeline" else ids)]
+    markers = [app.store.marker(document.id, 8) for document in app.retriever().invoke(question)]
     system = "Answer from the context.\n\n" + "\n\n".join(markers)
     return direct(app, [{"role": "system", "content": system}, {"role": "user", "content": question}])
 
 
 @pytest.mark.parametrize("name", CHAINS)
 async def test_every_chain_runs_every_way(app: App, name: str) -> None:
-    expected = [plainly(app, question, name) for question in QUESTIONS]
+    expected = [plainly(app, question) for question in QUESTIONS]
     assert expected[0] != expected[1]
     case = CHAINS[name](app)
     chain, answer, piece = case.runnable, case.answer, case.piece

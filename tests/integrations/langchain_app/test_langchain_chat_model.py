@@ -8,7 +8,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import SummarizationMiddleware
 from langchain_core.caches import InMemoryCache
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage, trim_messages
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 
 from ctx_compress_rag import SoftContextStore
 from ctx_compress_rag.errors import ConfigError
@@ -31,6 +31,7 @@ async def test_usage_counts_slots(app: App) -> None:
         message = llm.invoke(prompt)
     usage = message.usage_metadata
     assert usage["input_tokens"] == len(seen[0]) == llm.get_num_tokens_from_messages(prompt)
+    assert llm.get_num_tokens_from_messages([]) == 0  # LangChain asks for it as it trims
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert message.response_metadata == {
         "model_name": "tiny",
@@ -138,16 +139,4 @@ def test_a_chat_is_summarized_when_its_slots_fill_the_budget(app: App) -> None:
     assert middleware.before_model({"messages": messages}, None) is not None
     patient = SummarizationMiddleware(llm, trigger=("tokens", most + 1000), **brief)
     assert patient.before_model({"messages": messages}, None) is None
-    window = llm.profile["max_input_tokens"]
-    assert window == app.bundle.backbone.window
-    share = SummarizationMiddleware(llm, trigger=("fraction", most / window), **brief)
-    assert share.before_model({"messages": messages}, None) is not None
-
-
-def test_messages_are_trimmed_by_their_slots(app: App) -> None:
-    marker = app.store.marker("tower", 4)
-    history = [HumanMessage(f"{marker} {n}?") if n % 2 == 0 else AIMessage("Yes.") for n in range(7)]
-    llm = app.llm()
-    last = llm.get_num_tokens_from_messages(history[-3:])
-    kept = trim_messages(history, max_tokens=last, token_counter=llm, strategy="last", start_on="human")
-    assert kept == history[-3:]
+    assert llm.profile["max_input_tokens"] == app.bundle.backbone.window  # which it takes fractions of

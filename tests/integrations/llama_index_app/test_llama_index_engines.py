@@ -1,4 +1,4 @@
-"""Every response mode, chat engine, citation and router engine of LlamaIndex; blocking, async and streamed."""
+"""Response modes, chat engines and citations of LlamaIndex; blocking, async and streamed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,10 +8,8 @@ import pytest
 from llama_index.core.instrumentation.events.llm import LLMCompletionEndEvent
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CitationQueryEngine
-from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import MetadataMode
 
-from ctx_compress_rag.marking.mark import expand
 from helpers.llama_index import PASSAGES, QUESTION, TOP_K, App, Events, check_sources, watched
 from llama_index.postprocessor.ctx_compress import restore_sources
 
@@ -43,11 +41,6 @@ async def ask(engine: Any, way: str, message: str = QUESTION) -> tuple[str, Any]
     return await asyncio.to_thread(lambda: "".join(response.response_gen)), response
 
 
-def test_no_response_mode_is_left_out() -> None:
-    """The last three have tests of their own."""
-    assert {mode.value for mode in ResponseMode} == {*MODES, "context_only", "no_text", "generation"}
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
 async def test_every_response_mode_in_every_way(app: App, events: Events, mode: str, way: str) -> None:
@@ -62,20 +55,6 @@ async def test_every_response_mode_in_every_way(app: App, events: Events, mode: 
         assert text.strip() == answers[-1].strip()
     check_sources(response.source_nodes, app.nodes())
     assert restore_sources(response) == app.nodes()
-
-
-@pytest.mark.parametrize("way", WAYS[:2])
-async def test_context_only_is_expanded_and_generation_reads_none(app: App, events: Events, way: str) -> None:
-    text, response = await ask(app.engine("context_only"), way)
-    assert len(app.slots(text)) == TOP_K and not any(passage in text for passage in PASSAGES)
-    expanded = expand(app.store, text)
-    assert expanded == "\n\n".join(node.node.get_content(MetadataMode.LLM) for node in app.nodes())
-    assert restore_sources(response) == app.nodes()
-    nothing, response = await ask(app.engine("no_text"), way)
-    assert nothing == "" and not events.started
-    assert restore_sources(response) == app.nodes()
-    written, _ = await ask(app.engine("generation"), way)
-    assert written.strip() and [event.response.raw["slots"] for event in events.ended] == [0]
 
 
 @pytest.mark.parametrize(
@@ -134,15 +113,3 @@ async def test_chat_engines_keep_the_conversation(app: App, events: Events, mode
     assert len(condensed) == (mode == "condense_plus_context")
     assert all(kept in event.prompt and event.response.raw["slots"] == 0 for event in condensed)
     assert all("[[ctx:" not in (message.content or "") for message in engine.chat_history)
-
-
-@pytest.mark.parametrize("way", CHATS)
-async def test_condense_question(app: App, events: Events, way: str) -> None:
-    """Here an engine answers the condensed question: one call for each turn's answer, one to condense the second."""
-    engine = chat_engine(app, "condense_question")
-    text, response = await ask(engine, way)
-    assert app.check_calls(events) == [text]
-    [asked] = response.sources  # `source_nodes` has them, too, unless the stream is async
-    assert restore_sources(asked.raw_output) == app.nodes()
-    await ask(engine, way, "And when?")
-    assert len(app.check_calls(events)) == 3
