@@ -1,0 +1,258 @@
+"""LLMs and postprocessors of both frameworks: their options, what goes wrong, base models, adapted decoders."""
+
+import asyncio
+import copy
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+import torch
+from langchain_core.caches import InMemoryCache
+from langchain_core.runnables import ConfigurableField
+from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
+
+from ctx_compress_rag import SoftContextStore
+from ctx_compress_rag.adaptation.adapt import adapt, with_adapter
+from ctx_compress_rag.adaptation.adapter import Adapter
+from ctx_compress_rag.adaptation.predicted import PredictedUpdate
+from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.decoding.sampling import Sampling
+from ctx_compress_rag.errors import ConfigError, RatioError, StoreError
+from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, save_predictor
+from helpers.decoding import by_transformers
+from helpers.frameworks import FRAMEWORKS, LangChain, LlamaIndex, every_way
+from helpers.langchain import QUESTION, TEXTS, TOKENS, App, open_app, talkative_bundle, while_the_decoder_is_taken
+from helpers.server import chroma_server
+from helpers.store import WordBundle
+from llama_index.llms.ctx_compress import CompressedContextLLM
+from llama_index.postprocessor.ctx_compress import CompressSoftContext
+
+
+@FRAMEWORKS
+def test_options_are_the_decoders_sampling(app: App, framework: Any) -> None:
+    """In the words of people; those of a call come first, and None stands for those of the LLM."""
+    written = {"max_tokens": 24.0, "temperature": 2, "top_p": "0.9", "top_k": "40", "seed": 7.0, "stop": "xyz"}
+    sampling = Sampling(max_tokens=24, temperature=2.0, top_p=0.9, top_k=40, seed=7, stop=("xyz",))
+    plain, own = framework.llm(store=app.store), framework.llm(store=app.store, extractive=None, **written)
+    assert own.sampling({}) == own.sampling(dict.fromkeys(written)) == plain.sampling(written) == sampling
+    assert own.sampling({"max_tokens": 5, "stop": []}) == sampling.model_copy(update={"max_tokens": 5, "stop": ()})
+    [expected] = Decoder(app.bundle).generate([[{"role": "user", "content": "Hello"}]], sampling)
+    for ask in (framework.ask, framework.stream):
+        assert ask(own, "Hello") == ask(plain, "Hello", **written) == (expected.text, 0)
+    if framework is LangChain:
+        assert plain.bind(**written).invoke("Hello").text == expected.text
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize(("name", "value"), [("temperature", "warm"), ("max_length", 3), ("stop", [1])])
+def test_impossible_and_unknown_options_are_refused(app: App, framework: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        framework.llm(store=app.store, **{name: value})
+    with pytest.raises(ConfigError, match=name):
+        framework.ask(framework.llm(store=app.store), "Hello", **{name: value})
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ratio": 8, "token_budget": 20}, ConfigError, "ratio=8 and token_budget=20"),
+        ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
+        ({"on_missing": "panic"}, ConfigError, "on_missing.*'panic'"),
+        ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
+        ({"ration": 8}, ConfigError, "'ratio'"),
+    ],
+)
+def test_a_postprocessor_refuses_impossible_options(
+    app: App, framework: Any, options: dict[str, Any], error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        framework.postprocessor(**{"store": app.store, **options})
+    assert framework.postprocessor(store=app.store, ratio="16").ratio == 16
+
+
+@FRAMEWORKS
+def test_what_only_compresses_is_no_model(tmp_path: Path, framework: Any) -> None:
+    with (
+        SoftContextStore(tmp_path, WordBundle()) as store,  # type: ignore[arg-type]
+        pytest.raises(ConfigError, match="'words' has no decoder"),
+    ):
+        framework.llm(store=store)
+
+
+@FRAMEWORKS
+def test_what_the_decoder_is_made_with_cannot_change(app: App, framework: Any) -> None:
+    """It would change nothing once the LLM has answered; options of an answer can change."""
+    llm = framework.llm(store=app.store, batch_size=3)
+    assert llm.decoder.engine.batch_size == 3 and llm.decoder.bundle is app.bundle
+    for name, value in {"store": app.store, "on_unreadable": "text", "batch_size": 2, "engine": "http://x"}.items():
+        with pytest.raises(ValueError, match=f"{name}\n.*frozen"):
+            setattr(llm, name, value)
+    llm.max_tokens = 1
+    assert llm.max_tokens == 1
+
+
+@FRAMEWORKS
+def test_copies_share_the_model_and_pickles_are_refused(app: App, framework: Any) -> None:
+    """LlamaIndex's own pickling would take the store out of the object at hand."""
+    llm = framework.llm(store=app.store, max_tokens=4)
+    for thing in (llm, framework.postprocessor(store=app.store)):
+        twin = copy.deepcopy(thing)
+        assert twin is not thing and twin.store is thing.store
+        with pytest.raises(ConfigError, match="create it in the other process"):
+            pickle.dumps(thing)
+        assert thing.store is app.store
+    answers = {framework.ask(each, "Hello") for each in (llm, copy.copy(llm), copy.deepcopy(llm))}
+    assert len(answers) == 1
+
+
+def test_it_is_asked_in_plain_text(make_tiny_bundle: Any, tmp_path: Path) -> None:
+    """LangChain's chat ends with the cue; LlamaIndex's completions are what its `completion_to_prompt` makes."""
+    bundle = talkative_bundle(make_tiny_bundle)
+    bundle.backbone.tokenizer = tokenizer = copy.deepcopy(bundle.tokenizer)
+    tokenizer.chat_template = None
+    app = open_app(tmp_path, bundle)
+    marker = app.store.marker("tower", 8)
+    for framework, asked in ((LangChain, f"{QUESTION}\nAnswer:"), (LlamaIndex, QUESTION)):
+        llm = framework.llm(store=app.store, max_tokens=TOKENS)
+        expected = by_transformers(bundle.backbone.model, tokenizer, tokenizer(asked)["input_ids"], TOKENS)
+        assert framework.ask(llm, QUESTION) == (expected, 0)
+        answer, slots = framework.ask(llm, f"{marker} {QUESTION}")
+        assert answer and slots > 0
+    assert not llm.metadata.is_chat_model
+    assert llm.predict(PromptTemplate("{it}"), it=QUESTION) == expected
+    chatted = by_transformers(
+        bundle.backbone.model, tokenizer, tokenizer(f"user: {QUESTION}\nassistant: ")["input_ids"], TOKENS
+    )
+    assert llm.chat([ChatMessage(QUESTION)]).message.content == chatted
+
+
+@pytest.mark.parametrize(
+    ("package", "core", "extra"),
+    [
+        ("langchain_ctx_compress", "langchain_core", "langchain"),
+        ("llama_index.postprocessor.ctx_compress", "llama_index.core", "llama-index"),
+        ("llama_index.llms.ctx_compress", "llama_index.core", "llama-index"),
+    ],
+)
+def test_without_the_framework_the_extra_is_named(package: str, core: str, extra: str) -> None:
+    code = f"import sys; sys.modules[{core!r}] = None; import {package}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"pip install 'ctx-compress-rag[{extra}]'" in done.stderr
+
+
+def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
+    with chroma_server(tmp_path) as port:
+        store = SoftContextStore(chromadb.HttpClient("127.0.0.1", port), talkative, key=b"k" * 32)
+        store.add([TEXTS["tower"]], ["tower"], progress=False)
+        marker = store.marker("tower", 4)
+    calls = [lambda: CompressSoftContext(store=store)([TextNode(text="A new text.")])]
+    for framework in (LangChain, LlamaIndex):
+        llm, found = framework.llm(store=store, max_tokens=4), [framework.found(TEXTS["tower"], "tower")]
+        calls += [
+            lambda f=framework, found=found: f.mark(found, store=store),
+            lambda f=framework: f.restore([f.found(marker)], store),
+            lambda f=framework, llm=llm: f.ask(llm, marker),
+            lambda f=framework, llm=llm: f.stream(llm, marker),
+            lambda f=framework, llm=llm: asyncio.run(f.in_loop(llm, marker)),
+        ]
+        assert framework.ask(llm, QUESTION)[0]  # what needs no store is answered
+    for call in calls:
+        with pytest.raises(StoreError, match=r"Chroma server .*does not answer .*: check that it runs"):
+            call()
+
+
+@pytest.mark.parametrize("way", ["ainvoke", "astream", "acomplete", "astream_complete"])
+async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
+    """A canceled task or a stream left early ends the generation within a few tokens, not at its end."""
+    steps: list[int] = []
+    llm, llama = app.llm(max_tokens=400), CompressedContextLLM(store=app.store, max_tokens=400)
+
+    with app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1)):
+        if "stream" in way:
+            stream: Any = llm.astream(QUESTION) if way == "astream" else await llama.astream_complete(QUESTION)
+            await anext(stream)
+            await stream.aclose()
+        else:
+            ask: Any = llm.ainvoke if way == "ainvoke" else llama.acomplete
+            task = asyncio.ensure_future(ask(QUESTION))
+            while not steps:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
+    assert 0 < len(steps) < 200
+    whole = llama.acomplete(QUESTION) if "complete" in way else llm.ainvoke(QUESTION)
+    assert len(app.bundle.tokenizer((await whole).text)["input_ids"]) > 200
+
+
+@FRAMEWORKS
+async def test_generation_leaves_the_event_loop_free(app: App, framework: Any) -> None:
+    llm = framework.llm(store=app.store, max_tokens=8)
+    answers = await while_the_decoder_is_taken(app.bundle, framework.in_loop(llm, QUESTION))
+    assert answers == [framework.ask(llm, QUESTION)] * 2
+
+
+@pytest.fixture(scope="module")
+def update(talkative: Any, tmp_path_factory: pytest.TempPathFactory) -> PredictedUpdate:
+    folder = save_predictor(talkative, tmp_path_factory.mktemp("predictor"))
+    return PredictedUpdate.from_pretrained(folder, Decoder(talkative))
+
+
+@FRAMEWORKS
+async def test_it_answers_with_the_predicted_update(app: App, update: PredictedUpdate, framework: Any) -> None:
+    """As a plain transformers model into which the update is merged; the original answers as before."""
+    llm = framework.llm(store=app.store, max_tokens=TOKENS)
+    before = framework.ask(llm, QUESTION)
+    weights = {name: p.clone() for name, p in app.bundle.backbone.model.named_parameters()}
+    adapted = adapt(llm, DEMONSTRATIONS, update)
+    plain = merged_copy(app.bundle.backbone.model, update.adapt(Decoder(app.bundle), DEMONSTRATIONS))
+    expected = by_transformers(plain, app.bundle.tokenizer, [{"role": "user", "content": QUESTION}], TOKENS), 0
+    assert await every_way(framework, adapted, QUESTION) == {expected} != {before}
+    assert type(adapted) is type(llm) and adapted.max_tokens == llm.max_tokens
+    assert framework.ask(llm, QUESTION) == before
+    assert all(torch.equal(p, weights[name]) for name, p in app.bundle.backbone.model.named_parameters())
+    assert adapted.decoder.bundle.backbone.model is llm.decoder.bundle.backbone.model
+
+
+def test_several_side_by_side_in_threads(app: App, update: PredictedUpdate, tmp_path: Path) -> None:
+    """None of them answers from a cache that another has filled; one can be adapted again, and its adapter saved."""
+    llm = app.llm()
+    models = [llm, adapt(llm, QUESTIONS, update), adapt(llm, [QUESTIONS[0], *DEMONSTRATIONS[1:]], update)]
+    question = f"{app.store.marker('tower', 8)} {QUESTION}"
+    alone = [model.invoke(question).text for model in models]
+    assert len(set(alone)) == len(models)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda model: model.invoke(question).text, models * 2)) == alone * 2
+    cached = app.llm(cache=InMemoryCache())
+    assert [cached.invoke(question).text for _ in range(2)] == alone[:1] * 2
+    assert adapt(cached, QUESTIONS, update).invoke(question).text == alone[1]
+    assert adapt(models[2], QUESTIONS, update).invoke(question).text == alone[1]  # not on top of the first update
+    models[1].decoder.bundle.adapter.save_pretrained(tmp_path)
+    saved = Adapter.from_pretrained(tmp_path, app.bundle.backbone.model)
+    assert with_adapter(llm, saved).invoke(question).text == alone[1]
+
+
+def test_what_cannot_be_adapted_says_so(app: App, update: PredictedUpdate) -> None:
+    with pytest.raises(ConfigError, match="nothing to adapt to"):
+        adapt(app.llm(), [], update)
+    with pytest.raises(ConfigError, match="with 3 demonstrations and was given 2"):
+        adapt(app.llm(), DEMONSTRATIONS[:2], update)
+    shown = replace(DEMONSTRATIONS[1], passages=(app.store.marker("tower", 8),))
+    with pytest.raises(ConfigError, match="demonstration 1 holds markers"):
+        adapt(app.llm(), [DEMONSTRATIONS[0], shown, DEMONSTRATIONS[2]], update)
+    with pytest.raises(ConfigError, match="http://localhost:1"):
+        adapt(app.llm(engine="http://localhost:1"), DEMONSTRATIONS, update)
+    # LangChain would make a new model from the options alone.
+    with pytest.raises(ConfigError, match=r"max_tokens to bind\(\)"):
+        adapt(app.llm(), DEMONSTRATIONS, update).configurable_fields(max_tokens=ConfigurableField(id="longest"))

@@ -1,0 +1,344 @@
+"""Stages of ArcAligner, ComprExIT and reconstruction against plain computations; recipes against the papers."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from benchmarks.scoring.perplexity import perplexity_table, reconstruction_perplexity
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.card import model_card
+from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
+from ctx_compress_rag.errors import BundleError, ConfigError, DataError
+from ctx_compress_rag.text.templates import PARAPHRASES
+from ctx_compress_rag.training.examples import passage_examples
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from ctx_compress_rag.training.recipe import load_recipe
+from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss, NextTokenCollator
+from helpers import architectures
+from helpers.arcaligner import LORA, make_reader, prompts, read
+from helpers.models import widen
+from helpers.ram import after_hole, plain_ids
+from helpers.sentences import DIM, save_encoder
+from helpers.training import report, write_recipe
+
+
+def test_ablations() -> None:
+    """Without recursion: loops 0 over the same weights. Without gate: all loops for each slot. Without LoRA."""
+    full = make_reader()
+    batch = prompts(full)
+    state = full.saved_state()
+    once, always = make_reader(loops=0), make_reader(gate="open")
+    for reader in (once, always):
+        reader.load_saved_state(state)
+    shut = make_reader()
+    shut.load_saved_state(state | {n: p - 1e4 for n, p in state.items() if n.endswith(".2.bias")})
+    assert torch.equal(read(once, batch).logits, read(shut, batch).logits)
+    read(always, batch)
+    always.trained_parameters()
+    assert not any(p.requires_grad for p in always.gates.parameters())
+    assert [(record[batch.slot_mask] == 3).all() for record in always.last_loops.values()] == [True, True]
+    none = make_reader(lora=None, loops=0)
+    with torch.no_grad():
+        assert torch.equal(read(none, batch).logits, none.backbone.model(**batch.model_inputs()).logits)
+    assert {name.split(".")[0] for name in none.saved_state()} == {"projection", "gates"}
+    with pytest.raises(BundleError, match="reader"):
+        none.load_saved_state(state)
+
+
+def test_dropout_is_for_training_only() -> None:
+    reader = make_reader(lora=LORA | {"dropout": 0.5}, loops=0)
+    batch = prompts(reader)
+    evaluated = read(reader, batch).logits
+    reader.train()
+    assert torch.equal(read(reader, batch).logits, evaluated)  # no gradients asked for
+    with reader.decoder(batch.slot_mask) as model:
+        assert not torch.equal(model(**batch.model_inputs()).logits, evaluated)
+
+
+def test_impossible_settings_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"\[1, 2\].*0 to 1"):
+        make_reader(gated_layers=[2, 1])
+
+
+@pytest.fixture(scope="module")
+def stages(decoder: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the three stages have been run, three steps each."""
+    folder = tmp_path_factory.mktemp("stages")
+    encoder = save_encoder(folder / "encoder", tiny_tokenizer)
+    names = ("Orla", "Ada", "Bo", "Cy")
+    write_jsonl(
+        folder / "data.jsonl",
+        [Example((f"{n} keeps a goat. {n} is old.",), (Turn(f"What does {n} keep?", ("a goat",)),)) for n in names],
+    )
+    optim = {"steps": 3, "learning_rate": 0.02, "final_learning_rate": 0.0, "schedule": "linear"}
+    data = {"files": [str(folder / "data.jsonl")], "max_context_tokens": 64}
+    method = {"name": "arcaligner", "encoder": str(encoder), "encoder_dim": DIM, "loops": 0, "gate_width": 4}
+    method["lora"] = {"rank": 4, "alpha": 4}
+    for name, stage, changes in (
+        ("1", "reconstruction", {"method": method}),
+        ("2", "answer", {"decoder": None, "bundle": str(folder / "1" / "bundle"), "method": None}),
+        ("3", "answer", {"decoder": None, "bundle": str(folder / "2" / "bundle"), "method": method | {"loops": 2}}),
+    ):
+        common = {"base_ratio": 8, "ratios": [8], "data": data}
+        run_recipe(write_recipe(decoder, stage, folder / name, optim, **common, **changes))
+    return folder
+
+
+def test_stages_go_on_from_each_other(stages: Path) -> None:
+    """Projector and LoRA change in every stage, gates in the third alone, the decoder never."""
+    bundles = [Bundle.from_pretrained(stages / stage / "bundle") for stage in "123"]
+    states = [bundle.reader.saved_state() for bundle in bundles]
+    parts = ({"projection", "lora"}, {"projection", "lora", "gates"})
+    for (earlier, later), changing in zip(pairwise(states), parts, strict=True):
+        assert earlier.keys() == later.keys()
+        changed = {name.split(".")[0] for name in later if not torch.equal(later[name], earlier[name])}
+        assert changed == changing
+    first, *others = [bundle.backbone.own_state() for bundle in bundles]
+    assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
+    counts = [report(stages / stage)["trained_parameters"] for stage in "123"]
+    assert counts[0] == counts[1] < counts[2]
+    gates = sum(p.numel() for p in bundles[2].reader.gates.parameters())
+    assert counts[2] - counts[1] == gates
+
+
+def test_a_card_names_the_data_of_all_stages_once(stages: Path) -> None:
+    first, second = {"data": "novels", "license": "none"}, {"data": "questions", "license": "MIT"}
+    told = {"recipe": {"sources": [second, first]}, "earlier": {"recipe": {"sources": [first]}}}
+    card = model_card(Bundle.from_pretrained(stages / "1" / "bundle").config, told, "f")
+    assert "| data | license |\n|---|---|\n| novels | none |\n| questions | MIT |\n\n## Limits" in card
+
+
+def test_a_report_keeps_those_of_the_stages_before(stages: Path) -> None:
+    last = Bundle.from_pretrained(stages / "3" / "bundle").report
+    told = [last, last["earlier"], last["earlier"]["earlier"]]
+    assert [each["recipe"]["output"] for each in told] == [str(stages / stage) for stage in "321"]
+    assert "earlier" not in told[-1]
+    assert "| Training steps | 9, in stages of 3, 3 and 3 |" in (stages / "3" / "bundle" / "README.md").read_text()
+    assert "| Training steps | 3 |" in (stages / "1" / "bundle" / "README.md").read_text()
+
+
+TEXT = "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast."
+
+
+@given(length=st.integers(2, 90), context=st.integers(1, 60), continuation=st.integers(1, 60))
+@settings(deadline=None, max_examples=60)
+def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continuation: int) -> None:
+    """A text's beginning is compressed, and what follows it is predicted; of a short text nothing is left out."""
+    text = tiny_tokenizer.decode([(37 * i) % 500 + 20 for i in range(length)])
+    whole = tiny_tokenizer(f"Pell.\n\n{text}", add_special_tokens=False)["input_ids"]
+    batch = NextTokenCollator(tiny_tokenizer, context, continuation)([Example(("Pell.", text), (Turn("", ("",)),))])
+    [row], [passage] = batch["prompts"].prompts, batch["passages"]
+    beginning, (before, rest) = passage.ids, row.ids
+    assert beginning + rest.tolist() == whole[: context + continuation]
+    assert passage.text == tiny_tokenizer.decode(beginning)
+    assert before.tolist() == [] and [a.tolist() for a in row.answers] == [[], [True] * len(rest)]
+    wanted = len(beginning + rest.tolist()) * context // (context + continuation)
+    assert len(beginning) == max(1, wanted) and len(rest) >= 1
+
+
+def test_a_bos_stands_before_the_slots_and_single_tokens_are_refused() -> None:
+    tokenizer = architectures.tokenizer("Llama")
+    batch = NextTokenCollator(tokenizer, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])
+    [row] = batch["prompts"].prompts
+    assert row.ids[0].tolist() == [tokenizer.bos_token_id] and not row.answers[0].any()
+    unused = architectures.tokenizer("Phi3")  # it has a BOS, and puts it nowhere
+    assert unused.bos_token_id is not None and unused("", verbose=False)["input_ids"] == []
+    [row] = NextTokenCollator(unused, 8, 4)([Example((TEXT,), (Turn("", ("",)),))])["prompts"].prompts
+    assert row.ids[0].tolist() == []
+    with pytest.raises(DataError, match="'a'"):
+        NextTokenCollator(tokenizer, 8, 4)([Example(("a",), (Turn("", ("",)),))])
+
+
+def test_a_control_token_in_a_text_is_text() -> None:
+    """As the store has it: the passage that is compressed in training is the one that is compressed in use."""
+    tokenizer = architectures.tokenizer("Llama")
+    text = f"{TEXT}{tokenizer.eos_token}{TEXT}"
+    batch = NextTokenCollator(tokenizer, 200, 100)([Example((text,), (Turn("", ("",)),))])
+    [row] = batch["prompts"].prompts
+    read = [*batch["passages"][0].ids, *row.ids[1].tolist()]
+    assert tokenizer.eos_token_id in tokenizer(text)["input_ids"]
+    assert tokenizer.eos_token_id not in read and tokenizer.decode(read) == text
+
+
+Values = dict[str, Any]
+
+
+def optim(steps: int, batch_size: int, learning_rate: float, **more: Any) -> Values:
+    own = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, **more}
+    return {f"optim.{key}": value for key, value in own.items()}
+
+
+LINEAR = {"final_learning_rate": 0, "schedule": "linear", "weight_decay": 0}
+# Simple Context Compression, table 6.
+POOLING: Values = {
+    **optim(48_000, 32, 2e-4, final_learning_rate=2e-5, warmup_ratio=0.05, betas=(0.9, 0.95), weight_decay=0),
+    **{f"method.{side}.{key}": 16 for side in ("encoder", "decoder") for key in ("rank", "alpha")},
+    "method.encoder.mode": "lora", "method.decoder.mode": "lora",
+    "optim.clip_norm": 1, "ratios": [4, 8, 16, 32, 64, 128], "curriculum": [], "reconstruction_weight": 0,
+    "data.max_context_tokens": 1024, "data.max_answer_tokens": 256,
+}  # fmt: skip
+# ComprExIT, table 7 and appendix A.4: an epoch of a billion tokens; table 4: of 516,819 questions.
+COMPREXIT: Values = {"ratios": [4], "window": 512, "data.max_context_tokens": 512}
+TABLE_7 = LINEAR | {"warmup_ratio": 0.05, "clip_norm": 20, "micro_batch_size": 16}
+SIZES = dict.fromkeys(("method.gate_dim", "method.slot_dim", "method.transport_dim"), 256)
+SIZES |= {"method.segment_tokens": 128, "method.iterations": 30, "data.max_answer_tokens": 128}
+# ArcAligner, tables 5 and 6: the batch is that of all GPUs, and steps are one epoch.
+LARGE_LORA = {"method.lora.rank": 128, "method.lora.alpha": 32, "method.lora.dropout": 0.05}
+RECONSTRUCTION = optim(200_000 // 256, 8 * 8 * 4, 2e-4, warmup_ratio=0.03, **LINEAR)
+ANSWER = optim(90_447 // 64, 8 * 2 * 4, 2e-5, warmup_ratio=0.03, **LINEAR)
+# Read As Human, section 4.1: one pass over the examples of five datasets; summaries of MultiNews keep their end.
+RAM: Values = {
+    **optim(5 * 20_000 // 32, 32, 1e-5, **LINEAR),
+    "ratios": [2, 4, 8, 16, 32], "temperature": 0.1, "contrastive": True, "base_ratio": 50, "method.segment_tokens": 50,
+    "method.encoder.mode": "full", "method.decoder.mode": "full",
+    "data.max_context_tokens": 20_000, "data.max_answer_tokens": 2048,
+}  # fmt: skip
+PAPERS: dict[str, Values] = {
+    "mean_pooling/compressor": POOLING,
+    "compression_tokens/causal": POOLING | {"method.attention": "causal"},
+    "compression_tokens/bidirectional": POOLING | {"method.attention": "bidirectional"},
+    "comprexit/next_token": COMPREXIT | SIZES | optim(round(1e9 / 2048 / (512 + 128)), 2048, 1e-4, **TABLE_7),
+    "comprexit/answer": COMPREXIT | optim(516_819 // 2048, 2048, 1e-4, **TABLE_7),
+    "arcaligner/1_reconstruction": RECONSTRUCTION | LARGE_LORA | {"method.loops": 0},
+    "arcaligner/2_answer": ANSWER | {"method": None, "bundle": Path("runs/arcaligner/1_reconstruction/bundle")},
+    "arcaligner/3_gates": ANSWER | LARGE_LORA | {"method.loops": 3, "bundle": Path("runs/arcaligner/2_answer/bundle")},
+    "ram/ram": RAM,
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_shipped_recipes_hold_the_papers_values(name: str) -> None:
+    recipe = load_recipe(name)
+    assert {key: attrgetter(key)(recipe) for key in PAPERS[name]} == PAPERS[name]
+
+
+PASSAGES = [
+    "Orla Reedwen keeps a goat. She lives in Kormoor.",
+    "Kormoor lies on the river Halen.",
+    "Pell trades in salt.",
+]
+TEMPLATE = PARAPHRASES[0]
+
+
+@pytest.fixture(scope="module")
+def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+    made = make_tiny_bundle(seed=2)
+    widen(made.backbone.model, std=0.3)  # so wide that every input and adapter matters
+    return made
+
+
+@torch.no_grad()
+def plain_losses(model: Any, embed: Any, prompt: Tensor, answer: list[int]) -> list[float]:
+    """-log p of each answer token (eq. 10), one forward pass for each, in float64."""
+    losses = []
+    for i, token in enumerate(answer):
+        context = torch.cat([prompt, embed(torch.tensor(answer[:i], dtype=torch.long))])
+        log_p = model(inputs_embeds=context[None]).logits[0, -1].double().log_softmax(-1)
+        losses.append(-float(log_p[token]))
+    return losses
+
+
+def slot_losses(bundle: Any, passage: str, ratio: int, template: str = TEMPLATE) -> list[float]:
+    embed = bundle.backbone.embeddings
+    before, after = template.split("{context}")
+    user = plain_ids(bundle, f"<|user|>{before}")
+    slots = bundle.embed(bundle.compress([passage], ratio)[0])
+    rest = after_hole(bundle, after + "<|assistant|>")
+    prompt = torch.cat([embed(torch.tensor(user)), slots, embed(torch.tensor(rest))])
+    with bundle.soft_decoder(torch.zeros(1, 1, dtype=torch.bool)) as model:
+        return plain_losses(model, embed, prompt, plain_ids(bundle, passage + "<|end|>"))
+
+
+def text_losses(bundle: Any, passage: str, given: str) -> list[float]:
+    embed = bundle.backbone.embeddings
+    prompt = embed(torch.tensor(plain_ids(bundle, f"<|user|>{TEMPLATE.replace('{context}', given)}<|assistant|>")))
+    with bundle.text_decoder() as model:
+        return plain_losses(model, embed, prompt, plain_ids(bundle, passage + "<|end|>"))
+
+
+def test_paraphrases_are_those_of_table_7() -> None:
+    table = [
+        "Background: [B]. This is equivalent to: [T].",
+        "Rewrite the background in your own words: [B] \N{RIGHTWARDS ARROW} [T].",
+        "Provide a restatement of the background: [B]. Return: [T].",
+        "[B] is a paraphrase of what? Answer with: [T].",
+        "These two expressions convey the same meaning: (1) [B] (2) [T].",
+        "Restate [B] using a single sentence. Output only [T].",
+    ]
+    assert [template.replace("{context}", "[B]") + " [T]." for template in PARAPHRASES] == table
+
+
+def test_the_loss_is_the_likelihood_of_the_passage(bundle: Any) -> None:
+    """Eq. 10, mean over the batch's tokens, summed over ratios."""
+    objective = LikelihoodLoss(bundle)
+    objective.ratios = [4, 8]
+    builder = TrainingPromptBuilder(bundle.tokenizer, 65)
+    batch = AnswerCollator(builder, [TEMPLATE], 64, seed=0, recites=True)(
+        passage_examples([Example(tuple(PASSAGES), ())])
+    )
+    total = 0.0
+    for ratio in objective.ratios:
+        losses = [loss for passage in PASSAGES for loss in slot_losses(bundle, passage, ratio)]
+        total += sum(losses) / len(losses)
+    assert float(objective(**batch)["loss"].detach()) == pytest.approx(total, rel=1e-4)
+
+
+def test_each_passage_is_a_row_of_its_own(tiny_bundle: Any) -> None:
+    """With a paraphrase of its own, always the same one; all of them are drawn."""
+    turn = (Turn("Which pet?", ("a goat",)),)
+    many = [Example((f"Passage {number} of many.", "Shared."), turn) for number in range(40)]
+    rows = passage_examples(many)
+    assert [p for row in rows for p in row.passages] == ["Passage 0 of many.", "Shared."] + [
+        example.passages[0] for example in many[1:]
+    ]
+    collate = AnswerCollator(TrainingPromptBuilder(tiny_bundle.tokenizer, 65), PARAPHRASES, 64, seed=0, recites=True)
+    batch = collate(rows)
+    assert batch["prompts"].passages == [[i] for i in range(41)]
+    prompts = set()
+    for row, passage in zip(batch["prompts"].prompts, batch["passages"], strict=True):
+        assert torch.cat(row.ids)[torch.cat(row.answers)].tolist() == plain_ids(tiny_bundle, passage.text + "<|end|>")
+        parts = [tiny_bundle.tokenizer.decode(i[~flags]) for i, flags in zip(row.ids, row.answers, strict=True)]
+        prompts.add("".join("{context}".join(parts).split()))
+    assert prompts == {"".join(f"<|user|>{template}<|assistant|>".split()) for template in PARAPHRASES}
+    assert torch.equal(
+        torch.cat(collate(rows[7:8])["prompts"].prompts[0].ids), torch.cat(batch["prompts"].prompts[7].ids)
+    )
+
+
+def test_a_long_passage_is_cut_and_said_again_as_cut(tiny_bundle: Any) -> None:
+    long = passage_examples([Example(("Kormoor lies on the river Halen. " * 20,), ())])
+    batch = AnswerCollator(TrainingPromptBuilder(tiny_bundle.tokenizer, 33), PARAPHRASES[:1], 32, seed=0, recites=True)(
+        long
+    )
+    [passage] = batch["passages"]
+    assert len(passage.ids) == 32
+    [row] = batch["prompts"].prompts
+    answer = torch.cat(row.ids)[torch.cat(row.answers)].tolist()
+    assert answer == plain_ids(tiny_bundle, passage.text + "<|end|>")
+
+
+def test_perplexity_is_the_exponent_of_the_mean_loss(bundle: Any) -> None:
+    expected = [
+        ("full text", None, [text_losses(bundle, passage, passage) for passage in PASSAGES]),
+        ("no context", None, [text_losses(bundle, passage, "") for passage in PASSAGES]),
+        ("soft context", 4, [slot_losses(bundle, passage, 4) for passage in PASSAGES]),
+        ("soft context", 16, [slot_losses(bundle, passage, 16) for passage in PASSAGES]),
+    ]
+    made = reconstruction_perplexity(bundle, PASSAGES, [4, 16], batch_size=2, progress=False)
+    assert len(made) == len(expected)
+    for score, (system, ratio, rows) in zip(made, expected, strict=True):
+        losses = [loss for row in rows for loss in row]
+        assert (score.system, score.ratio) == (system, ratio)
+        assert score.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
+    assert len({round(math.log(score.value), 2) for score in made}) == 4  # what it is given shows
+    assert perplexity_table(made).splitlines()[4] == f"| soft context | 4x | {made[2].value:.4g} |"
