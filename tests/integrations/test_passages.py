@@ -103,8 +103,6 @@ def test_sources_of_another_store_are_refused_and_what_an_author_wrote_is_not(
 
 
 class Toneless(WordBundle):
-    """Cannot compress one text."""
-
     def compress(self, texts: Any, ratio: int | None = None) -> Any:
         if "silence" in texts:
             raise ConfigError("'silence' has no tokens")

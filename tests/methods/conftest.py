@@ -14,12 +14,11 @@ from helpers.sentences import save_encoder
 
 @pytest.fixture(scope="module")
 def encoder(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny sentence-transformers model."""
     return save_encoder(tmp_path_factory.mktemp("sentences"), tiny_tokenizer)
 
 
 @pytest.fixture(scope="module")
-def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[[str, str], Bundle]:
+def make(make_tiny_bundle: Any, encoder: Path) -> Callable[[str, str], Bundle]:
     """A bundle of a method in one of its forms, whose every weight matters: none is what it was initialized to."""
 
     def made(name: str, form: str, seed: int = 1) -> Bundle:

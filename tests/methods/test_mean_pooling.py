@@ -1,7 +1,6 @@
 """Mean pooling and compression tokens (Simple Context Compression), and the weights that they share."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ MODES = {"lora": TuneConfig(rank=RANK, alpha=ALPHA), "full": TuneConfig(mode="fu
 
 
 @pytest.fixture(scope="module")
-def bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+def bundle(make_tiny_bundle: Any) -> Any:
     """LoRA on both sides, with weights that matter."""
     made = make_tiny_bundle(seed=1)
     widen(made.backbone.model)
@@ -114,7 +113,6 @@ def plain_slots(bundle: Bundle, ids: list[int], ratio: int) -> Tensor:
 
 
 def draw(bundle: Bundle) -> Bundle:
-    """Draw every weight anew, so that each one matters."""
     torch.manual_seed(8)
     with torch.no_grad():
         for module in (bundle.backbone.model, bundle.compressor, bundle.reader):
@@ -124,7 +122,7 @@ def draw(bundle: Bundle) -> Bundle:
 
 
 @pytest.fixture(scope="module", params=MODES)
-def with_options(request: pytest.FixtureRequest, make_tiny_bundle: Callable[..., Any]) -> Bundle:
+def with_options(request: pytest.FixtureRequest, make_tiny_bundle: Any) -> Bundle:
     return draw(make_tiny_bundle(encoder=MODES[request.param], **OPTIONS))
 
 
@@ -138,7 +136,7 @@ def test_slots_with_all_options_are_those_of_a_plain_computation(
     assert soft.token_counts.tolist() == [min(ratio, len(ids) - start) for start in range(0, len(ids), ratio)]
 
 
-def test_an_untrained_slot_is_the_mean_of_its_embeddings(make_tiny_bundle: Callable[..., Any]) -> None:
+def test_an_untrained_slot_is_the_mean_of_its_embeddings(make_tiny_bundle: Any) -> None:
     """With a hidden map, which starts at zero; and without an encoder (table 3), which trains nothing."""
     for method in (OPTIONS, {"encoder": FROZEN, "layers": 0}):
         made = make_tiny_bundle(**method)
@@ -227,9 +225,7 @@ def test_blank_passages_and_impossible_ratios_are_refused(bundle: Any) -> None:
         bundle.compress(TEXTS, ratio=7)
 
 
-def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(
-    make_tiny_bundle: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(make_tiny_bundle: Any, tmp_path: Path) -> None:
     made = draw(make_tiny_bundle(encoder=MODES["lora"], **OPTIONS))
     assert {name.split(".layers.")[1][0] for name in made.backbone.adapter_state("compressor")} == {"0"}
     assert {name.split(".layers.")[1][0] for name in made.backbone.adapter_state("reader")} == {"0", "1"}
@@ -241,8 +237,7 @@ def test_lora_lies_in_the_first_layers_alone_and_is_a_peft_adapter(
     torch.testing.assert_close(expected, logits(made, "compressor"), atol=1e-3, rtol=1e-3)
 
 
-def test_adapters_do_not_leak(bundle: Any, make_tiny_bundle: Callable[..., Any]) -> None:
-    """The plain decoder has the same bits with adapters beside it, before and after they are used."""
+def test_adapters_do_not_leak(bundle: Any, make_tiny_bundle: Any) -> None:
     plain = make_tiny_bundle(encoder=FROZEN, decoder=FROZEN)
     plain.backbone.load_own_state(bundle.backbone.own_state())
     expected = logits(plain, None)
@@ -275,7 +270,7 @@ def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any],
         MeanPoolingConfig(**settings)
 
 
-def test_more_layers_than_there_are_are_refused(make_tiny_bundle: Callable[..., Any]) -> None:
+def test_more_layers_than_there_are_are_refused(make_tiny_bundle: Any) -> None:
     with pytest.raises(ConfigError, match="layers=3: the decoder has only 2 layers"):
         make_tiny_bundle(layers=3)
 

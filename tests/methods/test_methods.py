@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import ConfigError
@@ -24,7 +23,6 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.registry import METHODS, Method, register
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers, checkpoint_layers
 from ctx_compress_rag.training.examples import passage_examples
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
@@ -43,13 +41,12 @@ def test_every_method_is_in_the_matrix() -> None:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}: {case[1]}")
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """A method, and one of its forms."""
     chosen: tuple[str, str] = request.param
     return chosen
 
 
 @pytest.fixture(scope="module")
-def bundle(make: Callable[..., Bundle], case: tuple[str, str]) -> Bundle:
+def bundle(make: Any, case: tuple[str, str]) -> Bundle:
     """Shared by tests that leave it as it is."""
     return make(*case)
 
@@ -122,7 +119,7 @@ def plain_answer(decoder: Decoder, chat: list[dict[str, str]]) -> tuple[str, int
 
 
 @pytest.mark.parametrize("method", MATRIX)
-def test_the_decoder_answers_from_several_passages(make: Callable[..., Bundle], method: str, tmp_path: Path) -> None:
+def test_the_decoder_answers_from_several_passages(make: Any, method: str, tmp_path: Path) -> None:
     """With its cache, in a batch, as without: and the answer depends on each passage's slots."""
     bundle = make(method, next(iter(MATRIX[method])), seed=2)
     with torch.no_grad():  # so that the decoder says something, not special tokens
@@ -177,9 +174,7 @@ def objective_and_batch(recipe: Any, bundle: Bundle) -> tuple[torch.nn.Module, d
     return objective, collate(examples)
 
 
-def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
-    make: Callable[..., Bundle], case: tuple[str, str]
-) -> None:
+def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(make: Any, case: tuple[str, str]) -> None:
     name, form = case
     stages = {recipe.stage: recipe for recipe in recipes(name)}  # type: ignore[attr-defined]
     for stage, recipe in stages.items():
@@ -198,7 +193,7 @@ def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(
         assert len(moved) == len(parameters) - len(still), stage
 
 
-def test_checkpointed_layers_give_the_same_gradients(make: Callable[..., Bundle], case: tuple[str, str]) -> None:
+def test_checkpointed_layers_give_the_same_gradients(make: Any, case: tuple[str, str]) -> None:
     """Compressor and reader take turns on one decoder, under adapters and hooks of their own."""
     gradients: list[dict[str, Tensor]] = []
     kept: list[int] = []
@@ -226,8 +221,6 @@ def test_checkpointed_layers_give_the_same_gradients(make: Callable[..., Bundle]
 
 
 class FirstTokensConfig(MethodConfig):
-    """Settings of the toy."""
-
     name: Literal["first_tokens"] = "first_tokens"
     gain: float = 1.0
 
@@ -248,7 +241,6 @@ class FirstTokens(TokenCompressor):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """The toy, known for the time of a test."""
     register(
         Method(
             config=FirstTokensConfig,

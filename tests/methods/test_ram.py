@@ -12,9 +12,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, Decoder, SoftContext, SoftContextStore
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, RatioError
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, TRUNCATED
@@ -25,8 +24,6 @@ from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, RamConfig
 from ctx_compress_rag.methods.ram.segments import RamSegments
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.passage import passage_content_id
 from ctx_compress_rag.store.transient import TransientParts

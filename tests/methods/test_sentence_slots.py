@@ -36,7 +36,7 @@ METASPACE = unigram(TEXTS)
 
 
 @pytest.fixture(scope="module")
-def make(make_tiny_bundle: Callable[..., Any], encoder: Path) -> Callable[..., Any]:
+def make(make_tiny_bundle: Any, encoder: Path) -> Callable[..., Any]:
     """Make a sentence-slot bundle with the tiny encoder."""
 
     def make(window: int = 256, **method: Any) -> Bundle:
@@ -150,7 +150,7 @@ def test_long_sentences_are_cut_into_like_parts(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("unit", ["sentence", "passage", "tokens"])
-def test_slots_are_the_encoders_own_vectors(make: Callable[..., Any], encoder: Path, unit: str) -> None:
+def test_slots_are_the_encoders_own_vectors(make: Any, encoder: Path, unit: str) -> None:
     made, reference = make(unit=unit), SentenceTransformer(str(encoder), device="cpu")
     for text, soft in zip(TEXTS, made.compress(TEXTS), strict=True):
         whole = [s.strip() for s in segment("en", text) if s.strip()]
@@ -169,14 +169,14 @@ def test_slots_are_the_encoders_own_vectors(make: Callable[..., Any], encoder: P
 
 
 @pytest.mark.parametrize("unit", ["sentence", "passage"])
-def test_nothing_is_longer_than_the_window(make: Callable[..., Any], unit: str) -> None:
+def test_nothing_is_longer_than_the_window(make: Any, unit: str) -> None:
     """What follows the first 64 tokens is not lost."""
     [soft] = make(unit=unit, window=64).compress([TEXTS[0] * 3])
     assert soft.n_slots > 3 and max(soft.token_counts) <= 64
     assert soft.n_tokens == len(ids_of(make().tokenizer, TEXTS[0] * 3))
 
 
-def test_autocast_leaves_vectors_as_they_are(make: Callable[..., Any]) -> None:
+def test_autocast_leaves_vectors_as_they_are(make: Any) -> None:
     """Which `bf16: true` trains with."""
     with torch.autocast("cpu", torch.bfloat16):
         [cast] = make().compress(TEXTS[:1])
@@ -184,7 +184,7 @@ def test_autocast_leaves_vectors_as_they_are(make: Callable[..., Any]) -> None:
     assert torch.equal(cast.slots, soft.slots)
 
 
-def test_each_distinct_sentence_is_encoded_once(make: Callable[..., Any]) -> None:
+def test_each_distinct_sentence_is_encoded_once(make: Any) -> None:
     made = make()
     encoded: list[int] = []
     made.compressor.encoder.model.register_forward_hook(
@@ -207,9 +207,7 @@ def test_untrained_slots_have_the_size_of_token_embeddings(slot_rms: float, embe
     assert float(made.pow(2).mean().sqrt()) == pytest.approx(embedding_rms, rel=0.1)
 
 
-def test_a_saved_bundle_reads_slots_without_its_encoder(
-    make: Callable[..., Any], encoder: Path, tmp_path: Path
-) -> None:
+def test_a_saved_bundle_reads_slots_without_its_encoder(make: Any, encoder: Path, tmp_path: Path) -> None:
     shutil.copytree(encoder, tmp_path / "encoder")
     made = make(encoder=str(tmp_path / "encoder"))
     soft = made.compress(TEXTS)
@@ -226,9 +224,7 @@ def test_a_saved_bundle_reads_slots_without_its_encoder(
     assert all(torch.equal(a.slots, b.slots) for a, b in zip(loaded.compress(TEXTS), soft, strict=True))
 
 
-def test_another_encoder_is_refused(
-    make: Callable[..., Any], encoder: Path, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_another_encoder_is_refused(make: Any, encoder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     shutil.copytree(encoder, tmp_path / "encoder")
     made = make(encoder=str(tmp_path / "encoder"))
     made.save_pretrained(tmp_path / "bundle")
@@ -238,7 +234,7 @@ def test_another_encoder_is_refused(
         Bundle.from_pretrained(tmp_path / "bundle").compress(TEXTS)
 
 
-def test_impossible_encoders_are_refused(make: Callable[..., Any]) -> None:
+def test_impossible_encoders_are_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=f"set encoder_dim: {DIM}"):
         make(encoder_dim=DIM + 1)
     with pytest.raises(BundleError, match="no/such/encoder"):

@@ -1,6 +1,6 @@
 """The index that `ctx-compress serve` is started on, and the app in this process, for two keys."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -8,19 +8,18 @@ from uuid import uuid4
 import chromadb
 import pytest
 
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.guard import ServerLimits
-from ctx_compress_rag.store import SoftContextStore
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import TEXTS
 from helpers.serving import ANNA, BERT, listening
 
 
 @pytest.fixture(scope="session")
-def index(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     save_bundle(make_tiny_bundle(), folder / "bundle")
     store = folder / "chroma"

@@ -9,13 +9,12 @@ import httpx
 import openai
 import pytest
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.guard import ServerLimits
 from ctx_compress_rag.server.requests import ChatCompletionRequest
-from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import held, wait_for
 from helpers.langchain import QUESTION, TEXTS, Tower
 from helpers.serving import ANNA, BERT, WAIT, chat, client, directly, json_format, listening, marker, post

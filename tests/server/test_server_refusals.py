@@ -16,7 +16,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.errors import ConfigError, DecoderMemoryError, ServerError, StoreWriteError
 from ctx_compress_rag.server.api_keys import KEYS_VARIABLE, ApiKeys, find_api_keys
 from ctx_compress_rag.server.app import create_app
@@ -25,7 +25,6 @@ from ctx_compress_rag.server.faults import error_response
 from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
 from ctx_compress_rag.server.metrics import ServerMetrics
 from ctx_compress_rag.server.run import open_server_socket
-from ctx_compress_rag.store import SoftContextStore
 from helpers.langchain import QUESTION, TEXTS
 from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker, post
 
@@ -349,7 +348,6 @@ def test_two_headers_where_one_counts_are_refused(url: str, name: str) -> None:
 
 
 def test_chunks_are_read(url: str) -> None:
-    """Some clients send all bodies so."""
     with connected(url) as connection:
         connection.settimeout(WAIT)
         body = b'{"input": "Orla kept bees.", "ratio": 8}'

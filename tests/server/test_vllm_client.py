@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.decoding.export import export_for_vllm, vllm_models
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, ServerError
-from ctx_compress_rag.store import SoftContextStore
 from helpers.frameworks import FRAMEWORKS, every_way
 from helpers.langchain import TEXTS
 from helpers.serving import WAIT, listening, marker
@@ -247,7 +246,7 @@ def test_what_is_exported_is_what_transformers_and_peft_read(talkative: Any, tmp
     ],
 )
 def test_methods_that_a_server_cannot_run_are_refused(
-    make_tiny_bundle: Callable[..., Any], tmp_path: Path, method: dict[str, Any], message: str
+    make_tiny_bundle: Any, tmp_path: Path, method: dict[str, Any], message: str
 ) -> None:
     bundle = make_tiny_bundle(**method)
     with pytest.raises(ConfigError, match=message):
@@ -257,7 +256,7 @@ def test_methods_that_a_server_cannot_run_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_frozen_decoder_needs_no_adapter(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_frozen_decoder_needs_no_adapter(make_tiny_bundle: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(decoder={"mode": "frozen"})
     assert "--enable-lora" not in export_for_vllm(bundle, tmp_path)
     assert vllm_models(bundle) == {"text": "tiny", "reader": "tiny"}

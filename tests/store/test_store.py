@@ -237,8 +237,6 @@ def test_bad_input_is_refused_before_anything_is_written(
 
 
 class BrokenBundle(WordBundle):
-    """Makes a NaN of any text that says so."""
-
     def compress(self, texts: list[str], ratio: int | None = None) -> list[SoftContext]:
         softs = super().compress(texts, ratio)
         for text, soft in zip(texts, softs, strict=True):

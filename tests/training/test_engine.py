@@ -139,7 +139,6 @@ LEARNERS = ("retrieval_adapter", "prompt_tuning", "update_predictor", "hypertuni
 
 
 def _step(folder: Path) -> list[float]:
-    """Loss and gradient norm of the only step."""
     [row] = json.loads((folder / "loss.json").read_text())
     return [row["loss"], row["grad_norm"]]
 

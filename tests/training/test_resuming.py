@@ -36,7 +36,6 @@ def _assert_the_same(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training that was not interrupted."""
     return run_recipe(_recipe(decoder, tmp_path_factory.mktemp("whole") / "whole"))
 
 
@@ -208,7 +207,6 @@ def test_unwritten_result_is_saved_later_without_further_steps(decoder: Path, tm
 
 
 def test_second_training_into_a_folder_is_refused(decoder: Path, tmp_path: Path) -> None:
-    """A second one is refused, and takes nothing from the first; after the first is killed, it may train."""
     folder = tmp_path / "out"
     recipe = _recipe(decoder, folder, steps=100_000, save_every=1)
     with Forked(COMMAND, "train", recipe):

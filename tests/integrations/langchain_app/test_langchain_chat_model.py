@@ -85,7 +85,7 @@ def test_tools_are_refused_in_words(app: App) -> None:
 
 
 def test_cache_is_keyed_by_what_the_answer_depends_on(
-    app: App, make_tiny_bundle: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    app: App, make_tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = InMemoryCache()
     [tower] = app.postprocessor().invoke(SOURCES[:1])
