@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from ctx_compress_rag.soft_context import SoftContext, merge_factor
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.store import SoftContextStore
 
 
 @dataclass(frozen=True)
@@ -19,6 +16,18 @@ class TransientPart:
     text: str
     soft: SoftContext
     key: tuple[str, ...]
+
+
+class PassageStore(Protocol):
+    """What methods read and write of a store as they render passages; `SoftContextStore` describes it."""
+
+    bundle: Any
+
+    @property
+    def base_ratio(self) -> int: ...
+    def get(self, ids: Sequence[str], scope: str | None, texts: Sequence[str]) -> list[SoftContext | None]: ...
+    def markers(self, ids: Sequence[str], ratio: int, scope: str | None, texts: Sequence[str]) -> list[str]: ...
+    def transient_markers(self, parts: Sequence[TransientPart], scope: str | None) -> list[str]: ...
 
 
 class PassageRenderer:
@@ -47,7 +56,7 @@ class PassageRenderer:
 
     def render(
         self,
-        store: SoftContextStore,
+        store: PassageStore,
         texts: Sequence[str],
         ids: Sequence[str],
         ratio: int | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -13,13 +13,10 @@ from torch.nn import functional as F
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, RatioError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, pad_token_ids
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.rendering import TransientPart
+from ctx_compress_rag.methods.base.rendering import PassageStore, TransientPart
 from ctx_compress_rag.methods.ram.segments import RamSegments, passages_with_holes, segment_runs, slots_of_runs
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.tokenizing import check_text_length, text_ids
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.store import SoftContextStore
 
 _TOKENS_PER_BATCH = 8192
 
@@ -85,7 +82,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
 
     def render(
         self,
-        store: SoftContextStore,
+        store: PassageStore,
         texts: Sequence[str],
         ids: Sequence[str],
         ratio: int | None,
@@ -264,7 +261,7 @@ def skimmed_slots(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> T
 
 
 def _representations(
-    store: SoftContextStore, ids: Sequence[str], passages: Sequence[RamSegments], scope: str | None
+    store: PassageStore, ids: Sequence[str], passages: Sequence[RamSegments], scope: str | None
 ) -> Tensor:
     """Return the stored r_i of all segments: (segments, dim)."""
     stored = store.get(ids, scope, [passage.text for passage in passages])
