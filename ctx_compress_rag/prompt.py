@@ -12,14 +12,12 @@ from torch import Tensor
 Message = Mapping[str, str]
 """A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
 
-PromptLike = str | Sequence[Message]
-"""A prompt as users write it: raw text, or a chat."""
+PromptLike = str | Sequence[Message]  # a prompt as users write it: raw text, or a chat
 
 Side = Literal["text", "reader", "blend"]
 """The weights that read a prompt: of plain text, of slots, or of slots with text beside them (`Bundle.blends`)."""
 
-Piece = Tensor
-"""Either int64 token ids (L,) or float vectors (S, D), already in the decoder's embedding space."""
+Piece = Tensor  # either int64 token ids (L,) or float vectors (S, D), already in the decoder's embedding space
 
 
 class QuotedToken(NamedTuple):

@@ -35,9 +35,7 @@ class AdaptationTasks:
     """JSONL files (see `data.examples.read_jsonl`), each of which is a task named after its file.
 
     Passages and answers are cut as `data` says, but not the accepted answers. `builder` has the decoder's tokenizer.
-
-    Attributes:
-        examples: each task's examples by its name, without those that share a question with held-out files.
+    `examples` has each task's examples by its name, without those that share a question with held-out files.
     """
 
     def __init__(self, data: TaskData, builder: TrainingPromptBuilder) -> None:

@@ -18,14 +18,7 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
 class PlainDecoder(ProcessBound):
-    """A causal LM and its tokenizer, without compressor and reader; the base class of `Bundle`.
-
-    Attributes:
-        backbone: the decoder's weights.
-        decoder_name: hub id, folder or file of the decoder; None for a decoder that a bundle ships.
-        separator: the text between two passages in a prompt.
-        answer_prefix: the text that every answer to a prompt with slots begins with.
-    """
+    """A causal LM and its tokenizer, without compressor and reader; the base class of `Bundle`."""
 
     def __init__(
         self,
@@ -35,9 +28,9 @@ class PlainDecoder(ProcessBound):
         answer_prefix: str = "",
     ) -> None:
         self.backbone = backbone
-        self.decoder_name = decoder_name
-        self.separator = separator
-        self.answer_prefix = answer_prefix
+        self.decoder_name = decoder_name  # hub id, folder or file; None for a decoder that a bundle ships
+        self.separator = separator  # between two passages in a prompt
+        self.answer_prefix = answer_prefix  # with which every answer to a prompt with slots begins
 
     @classmethod
     def load(

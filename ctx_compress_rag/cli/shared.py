@@ -9,8 +9,7 @@ import typer
 
 from ctx_compress_rag.errors import ConfigError
 
-STORE = "chroma"
-"""The default folder of an index."""
+STORE = "chroma"  # the default folder of an index
 
 # Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

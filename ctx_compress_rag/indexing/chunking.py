@@ -37,8 +37,7 @@ _HEADINGS = regex.compile(
 _OUTER_BLANKS = regex.compile(rf"\A\s+{_INSIDE}|\s+\Z")
 _LONGEST_TOKEN = 100
 """Maximum characters of a token. A text with more of them than its tokens could hold is not tokenized to be counted."""
-_SEAM = 2
-"""How many more tokens two texts may have when joined than separately."""
+_SEAM = 2  # how many more tokens two texts may have when joined than separately
 
 
 def chunk_text(text: str, tokenizer: Any, max_tokens: int, *, markdown: bool = False) -> Iterator[str]:

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-MOST_TEXT = 32 << 20
-"""Maximum characters of a document's text."""
+MOST_TEXT = 32 << 20  # maximum characters of a document's text
 _UNREAD_PARTS = {
     "page headers and footers": re.compile(r"word/(header|footer)\d*\.xml"),
     "comments": re.compile(r"word/comments\.xml"),
 }
 _GLYPH = re.compile(r"\(cid:\d+\)")
-_MOST_GLYPHS = 0.1
-"""Share of glyphs without a character above which a PDF's text counts as unreadable."""
+_MOST_GLYPHS = 0.1  # share of glyphs without a character above which a PDF's text counts as unreadable
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -25,8 +25,7 @@ _RETRIEVED = 2  # passages per prompt
 _ANSWER_TOKENS = 32
 _COARSEST = 32
 _TIMED_QUESTIONS = 3
-_SHOWN = 4
-"""The ratio whose answers are shown, if the bundle has it."""
+_SHOWN = 4  # the ratio whose answers are shown, if the bundle has it
 
 
 @dataclass(frozen=True)

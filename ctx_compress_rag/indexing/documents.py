@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Self
 from ctx_compress_rag.errors import DataError, conversion_command, needs
 
 TEXTS = (".txt", ".md", ".rst", ".json")
-UNSTRUCTURED = (".txt", ".json")
-"""Texts in which `#` or a line below another makes no heading."""
+UNSTRUCTURED = (".txt", ".json")  # texts in which `#` or a line below another makes no heading
 DOCUMENTS = {
     ".pdf": "pdfminer",
     ".docx": "mammoth",
@@ -29,8 +28,7 @@ DOCUMENTS = {
 }
 """The package that reads each kind of document. It comes with the extra `index`."""
 
-MEMORY = 2 << 30
-"""Bytes of address space for reading documents, of which Python and the parsers take a quarter."""
+MEMORY = 2 << 30  # bytes of address space for reading documents, of which Python and the parsers take a quarter
 LEAST_SECONDS, SECONDS_PER_MB, MOST_SECONDS = 30, 60, 600
 """Limits of the time for a document, in seconds, two to three times what PDFs full of text took."""
 

@@ -37,10 +37,8 @@ COLLECTION = "passages"
 BUNDLE_KEY = "ctx_bundle"
 EMBEDDER_KEY = "ctx_embedder"
 _COSINE: Any = {"hnsw": {"space": "cosine"}}
-_LOOKED_UP = 250
-"""How many passages are looked up together: as many as Chroma answers in one query."""
-_FIRST = 8
-"""How many passages are looked up first, so that progress shows early."""
+_LOOKED_UP = 250  # how many passages are looked up together: as many as Chroma answers in one query
+_FIRST = 8  # how many passages are looked up first, so that progress shows early
 
 
 def make_index_passage(text: str, source: str, root: str) -> Passage:

@@ -58,16 +58,11 @@ class ArcAlignerConfig(SentenceUnits):
 
 
 class SlotPlaces:
-    """The positions of slots in a batch of prompts.
-
-    Attributes:
-        mask: bool (batch, length), True at slots.
-        index: int64 (slots,), the places of the slots among all positions of the batch, row after row.
-    """
+    """The positions of slots in a batch of prompts; `mask` is bool (batch, length), True at slots."""
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
-        self.index = mask.flatten().nonzero().squeeze(1)
+        self.index = mask.flatten().nonzero().squeeze(1)  # int64 (slots,), among all positions, row after row
 
     def take(self, states: Tensor) -> Tensor:
         """Return states at slots, (slots, dim); raise a ConfigError if a mixture of experts got only some positions."""
@@ -105,11 +100,7 @@ class SelectiveLora(nn.Module):
     keys and values are those that the frozen decoder computes from its state. The state of a text position before any
     slot is the frozen decoder's. A text position after a slot has read the slot's adapted keys and values, as intended.
 
-    Attributes:
-        slots: where updates are added now; None outside `at_slots`. Gradient checkpointing reads this attribute.
-
-    Raises:
-        ConfigError: the decoder layer has no linear layers.
+    Raises ConfigError if the decoder layer has no linear layers.
     """
 
     def __init__(self, layer: nn.Module, config: SelectiveLoraConfig) -> None:
@@ -121,6 +112,7 @@ class SelectiveLora(nn.Module):
             )
         self.updates = nn.ModuleDict({name: SelectiveLoraLayer(linear, config) for name, linear in linears.items()})
         self._linears = list(linears.values())  # torch registers no list, so it is not saved with these weights
+        # Where updates are added now; None outside `at_slots`. Gradient checkpointing reads this attribute.
         self.slots: SlotPlaces | None = None
 
     @contextmanager
@@ -185,17 +177,11 @@ class ArcAlignerReader(Reader):
     All of this, the projector included, runs in the precision of its weights (float32 for LoRA and gates), without the
     autocast that training uses. Gates that are rounded differently in training and in use would decide differently.
 
-    Args:
-        backbone: the decoder.
-        slot_dim: the width of a stored slot.
-        config: the settings of the method.
+    `last_loops` has, for each gated layer, the number of passes after the mandatory one that each slot of the last
+    prompts took: int64 (batch, length), 0 to `loops`, and -1 at other positions. (The paper counts from 1.)
 
-    Attributes:
-        last_loops: for each gated layer, the number of passes after the mandatory one that each slot of the last
-            prompts took: int64 (batch, length), 0 to `loops`, and -1 at other positions. (The paper counts from 1.)
-
-    Raises:
-        ConfigError: a gated layer does not exist, or the decoder's layers cannot be adapted.
+    `slot_dim` is the width of a stored slot. Raises ConfigError if a gated layer does not exist, or the decoder's
+    layers cannot be adapted.
     """
 
     def __init__(self, backbone: Backbone, slot_dim: int, config: ArcAlignerConfig) -> None:

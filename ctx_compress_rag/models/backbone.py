@@ -16,8 +16,7 @@ from ctx_compress_rag.models.fair_lock import FairLock
 from ctx_compress_rag.models.loading import UnloadedModel, convert_weights
 from ctx_compress_rag.models.transformers_internals import hub_commit
 
-PEFT_PREFIX = "base_model.model."
-"""The prefix that peft puts before the parameter names of a model that it adapts."""
+PEFT_PREFIX = "base_model.model."  # the prefix that peft puts before the parameter names of a model that it adapts
 
 
 def name_without_peft(name: str) -> str:
@@ -29,11 +28,7 @@ class Backbone:
     """A decoder, its tokenizer and LoRA adapters. One thread at a time runs it, with the adapter that the thread chose.
 
     The argument `model` is a transformers causal LM, or an `UnloadedModel`, which is loaded when it is first needed.
-
-    Attributes:
-        tokenizer: the decoder's tokenizer.
-        adapters: the names of the adapters.
-        lock: held by the thread that is inside `use`. There, waiting for a thread that needs the model is a deadlock.
+    `lock` is held by the thread that is inside `use`. There, waiting for a thread that needs the model is a deadlock.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:

@@ -31,21 +31,13 @@ _before_loading: list[tuple[int, bool]] = []
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """A causal LM that is not in memory.
+    """A causal LM that is not in memory, with the device and dtype that its weights will have."""
 
-    Attributes:
-        config: the model's transformers config.
-        generation_config: the model's own settings for generation.
-        device: where the model will be.
-        dtype: the dtype that its weights will have.
-        load: a function that loads the model in eval mode with frozen parameters, or raises a BundleError.
-    """
-
-    config: Any
+    config: Any  # of transformers
     generation_config: Any
     device: torch.device
     dtype: torch.dtype
-    load: Callable[[], Any]
+    load: Callable[[], Any]  # returns the model in eval mode with frozen parameters, or raises a BundleError
 
 
 def choose_device(device: str | torch.device | None = None) -> tuple[torch.device, torch.dtype]:

@@ -13,8 +13,7 @@ from ctx_compress_rag.text.tokenizing import replace_surrogates
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-PACKAGED = "minilm"
-"""The name of the MiniLM that comes as a package and needs no download."""
+PACKAGED = "minilm"  # the name of the MiniLM that comes as a package and needs no download
 
 
 @cache

@@ -10,8 +10,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_BYTES = 1 << 16
-"""Most bytes of a request's first line and headers."""
+HEAD_BYTES = 1 << 16  # most bytes of a request's first line and headers
 
 
 class LimitedProtocol(H11Protocol):

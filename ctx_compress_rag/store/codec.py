@@ -37,8 +37,7 @@ _RUN = struct.Struct("<II")
 _CRC = struct.Struct("<I")
 _FP16_MAX = float(np.finfo(np.float16).max)
 _FP32_MAX = float(np.finfo(np.float32).max)
-_STEPS = 8
-"""Column scales are powers of 2**(1/8): within 9 % of the best scale, for one byte per column."""
+_STEPS = 8  # column scales are powers of 2**(1/8): within 9 % of the best scale, for one byte per column
 
 
 class Codec(Protocol):

@@ -19,11 +19,9 @@ from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePla
 from ctx_compress_rag.store.threads import shielded_from_interrupts
 
 T = TypeVar("T")
-Row = dict[str, Any]
-"""The metadata of a record."""
+Row = dict[str, Any]  # the metadata of a record
 
-Found = tuple[str, str, Row, float]
-"""A search result: id, document, metadata, distance."""
+Found = tuple[str, str, Row, float]  # a search result: id, document, metadata, distance
 
 PAGE = 250
 """Records in one call, because Chroma fails with tens of thousands of ids, and writes fastest with 100 to 250."""

@@ -30,18 +30,13 @@ from ctx_compress_rag.store.chroma_errors import disk_fault, disk_lacks_room, ra
 from ctx_compress_rag.store.chroma_internals import check_chroma_not_forked, has_chroma_database, open_chroma_engine
 from ctx_compress_rag.store.threads import limit_wait, shielded_from_interrupts
 
-DEFAULT_TIMEOUT = 30.0
-"""Seconds that a write waits for other writes."""
-READ_TIMEOUT = 60.0
-"""Seconds that a read waits for a write in progress, and as many for Chroma's answer."""
-LOCK_FILE = "ctx-compress.lock"
-"""The lock file at which writers wait for each other."""
+DEFAULT_TIMEOUT = 30.0  # seconds that a write waits for other writes
+READ_TIMEOUT = 60.0  # seconds that a read waits for a write in progress, and as many for Chroma's answer
+LOCK_FILE = "ctx-compress.lock"  # the lock file at which writers wait for each other
 TURN_FILE = "ctx-compress.turn"
 """The lock file at which new readers wait while a writer waits for earlier ones, so that readers cannot starve it."""
-ACCESS_FILE = "ctx-compress.access"
-"""The lock file that is held while an engine works."""
-DRAFT = ".draft"
-"""The suffix of a file's name while the file is being written."""
+ACCESS_FILE = "ctx-compress.access"  # the lock file that is held while an engine works
+DRAFT = ".draft"  # the suffix of a file's name while the file is being written
 _GENERATION_FILE = "ctx-compress.generation"
 _UNFINISHED, _FINISHED = b"w", b"."  # what ends a generation number
 _POLL = 0.002

@@ -21,10 +21,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_EXIT_SECONDS = 30.0
-"""How long the interpreter waits at its end for calls whose caller has gone."""
-_LOOK_SECONDS = 0.2
-"""How often a caller looks at the time, and on Windows for a Ctrl-C."""
+_EXIT_SECONDS = 30.0  # how long the interpreter waits at its end for calls whose caller has gone
+_LOOK_SECONDS = 0.2  # how often a caller looks at the time, and on Windows for a Ctrl-C
 _here = threading.local()
 _running: set[_Call] = set()
 

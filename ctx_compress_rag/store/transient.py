@@ -10,8 +10,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.store.marker import Marker
 
-MAX_SLOTS = 16_384
-"""How many slots are kept for all tenants together. A slot takes four bytes for each dimension."""
+MAX_SLOTS = 16_384  # how many slots are kept for all tenants together; a slot takes four bytes for each dimension
 
 
 class TransientParts:

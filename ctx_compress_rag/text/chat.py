@@ -14,8 +14,7 @@ from torch import Tensor
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.text.tokenizing import bos_token_id, replace_surrogates, text_ids, text_parts, text_tokens
 
-ROLES = ("system", "user", "assistant", "tool")
-"""Who may speak in a chat."""
+ROLES = ("system", "user", "assistant", "tool")  # who may speak in a chat
 
 _CUE = "Answer:"
 

@@ -55,20 +55,15 @@ class ExampleCollator:
 
 
 class SlotObjective(nn.Module, ABC):
-    """The base class of losses on the decoder's predictions from slots.
-
-    Attributes:
-        ratios: the ratios of the current step.
-        sample: the number of ratios that are drawn for each example; None trains every example at all ratios.
-        seed, step: seeds of the draws. A draw also depends on the example, and not on micro-batches or processes.
-    """
+    """The base class of losses on the decoder's predictions from slots."""
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__()
         self.compressor = bundle.compressor
         self.reader = bundle.reader
-        self.ratios: Sequence[int] = bundle.config.ratios
-        self.sample: int | None = None
+        self.ratios: Sequence[int] = bundle.config.ratios  # of the current step
+        self.sample: int | None = None  # how many ratios are drawn for each example; None trains all
+        # Seeds of the draws. A draw also depends on the example, and not on micro-batches or processes.
         self.seed = self.step = 0
         self.bundle = bundle
         trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()

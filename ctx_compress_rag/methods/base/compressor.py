@@ -26,15 +26,10 @@ from ctx_compress_rag.text.tokenizing import bos_token_id
 
 
 class SlotBatch(NamedTuple):
-    """The slots of a batch of passages.
+    """The slots of a batch of passages."""
 
-    Attributes:
-        slots: shape (batch, slots, dim), with zeros at padding.
-        token_counts: source tokens per slot, shape (batch, slots), with 0 at padding.
-    """
-
-    slots: Tensor
-    token_counts: Tensor
+    slots: Tensor  # (batch, slots, dim), with zeros at padding
+    token_counts: Tensor  # source tokens per slot: (batch, slots), with 0 at padding
 
     @classmethod
     def of(cls, rows: Sequence[SoftContext], device: torch.device | None = None) -> SlotBatch:
@@ -72,14 +67,10 @@ def pad_token_ids(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[
 
 
 class Compressor(MethodPart, PassageRenderer):
-    """The base class of compressors, which turn passages into slots.
-
-    Attributes:
-        dim: the width of a slot.
-    """
+    """The base class of compressors, which turn passages into slots."""
 
     side = "compressor"
-    dim: int
+    dim: int  # the width of a slot
 
     def bundle_folder_known(self, folder: Path) -> None:
         """Receive the folder that the bundle was loaded from, for a method that keeps files of its own there."""

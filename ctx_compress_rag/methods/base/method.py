@@ -14,23 +14,15 @@ from ctx_compress_rag.models.backbone import Backbone
 
 @dataclass(frozen=True)
 class Method:
-    """A compression method, as bundles and recipes use it.
+    """A compression method, as bundles and recipes use it."""
 
-    Attributes:
-        config: the class of the method's settings; its literal `name` is the method's name.
-        compressor: makes the compressor from the decoder and the settings.
-        reader: makes the reader from the decoder, the settings and the compressor.
-        paper: the title of the method's paper.
-    """
-
-    config: type[MethodConfig]
-    compressor: Callable[[Backbone, Any], Compressor]
-    reader: Callable[[Backbone, Any, Any], Reader]
-    paper: str
+    config: type[MethodConfig]  # whose literal `name` is the method's name
+    compressor: Callable[[Backbone, Any], Compressor]  # from the decoder and the settings
+    reader: Callable[[Backbone, Any, Any], Reader]  # from the decoder, the settings and the compressor
+    paper: str  # its title
 
 
-METHODS: dict[str, Method] = {}
-"""The registered methods by name."""
+METHODS: dict[str, Method] = {}  # the registered methods by name
 
 
 def register(method: Method) -> None:

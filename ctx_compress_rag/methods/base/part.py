@@ -14,18 +14,13 @@ from ctx_compress_rag.models.backbone import Backbone
 
 
 class MethodPart(nn.Module, ABC):
-    """One of the two parts of a method, compressor or reader, made for one decoder and saved separately from it.
+    """One of the two parts of a method, compressor or reader, made for one decoder and saved separately from it."""
 
-    Attributes:
-        side: "compressor" or "reader". The part's folder in a bundle and its LoRA adapter have the same name.
-        backbone: the decoder. It is no submodule, so that its weights are not saved with the part.
-    """
-
-    side: ClassVar[str]
+    side: ClassVar[str]  # "compressor" or "reader", also the name of the part's folder in a bundle and of its adapter
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.backbone = backbone  # no submodule, so that the decoder's weights are not saved with the part
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make the parameters that training changes trainable, and return them; by default all of this part's own."""

@@ -34,12 +34,9 @@ class PassageRenderer:
     """The base class that turns stored passages into markers for a prompt.
 
     By default a marker stands for all slots of a passage, merged for a coarser ratio, and the question has no effect.
-
-    Attributes:
-        nestable: whether the slots of a coarser ratio are weighted means of neighboring slots.
     """
 
-    nestable: ClassVar[bool] = False
+    nestable: ClassVar[bool] = False  # whether the slots of a coarser ratio are weighted means of neighboring slots
 
     def merge_factor(self, ratio: int, stored: int) -> int:
         """Return how many slots, stored at `stored` source tokens each, become one slot at `ratio`.

@@ -32,17 +32,11 @@ class SegmentRun:
 
 @dataclass(frozen=True)
 class RamSegments:
-    """A passage cut into segments of equal length in tokens, except perhaps the last; no segment spans two passages.
-
-    Attributes:
-        text: the passage.
-        ids: the token ids of each segment.
-        bounds: where the text of each segment begins in `text`, and where the last one ends.
-    """
+    """A passage cut into segments of equal length in tokens, except perhaps the last; no segment spans two passages."""
 
     text: str
-    ids: list[list[int]]
-    bounds: list[int]
+    ids: list[list[int]]  # of each segment
+    bounds: list[int]  # where the text of each segment begins in `text`, and where the last one ends
 
     @classmethod
     def of(cls, tokenizer: Any, text: str, size: int) -> RamSegments:
@@ -68,7 +62,6 @@ class RamSegments:
         return [len(ids) for ids in self.ids]
 
     def span(self, run: SegmentRun) -> tuple[int, int]:
-        """Return where the text of a run begins and ends in the passage."""
         return self.bounds[run.start], self.bounds[run.end]
 
     def text_of(self, run: SegmentRun) -> str:

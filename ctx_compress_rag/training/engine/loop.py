@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-StepHook = Callable[[int], None]
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
@@ -90,29 +89,17 @@ class BatchMeanLoss(ABC):
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What to train, on which data, and how to save the result.
+    """What to train, on which data, and how to save the result."""
 
-    Attributes:
-        model: returns `{"loss": ...}` for a collated batch. Parameters that require no gradient do not change.
-        examples: the examples in training order, repeated as needed.
-        collate: makes a batch from some of the examples.
-        save: writes the result; called with the report.
-        about: further entries of the report.
-        on_step: called before each step with the step's number, from 0.
-        measure: returns further entries of the log at a checkpoint; takes no part in the training.
-        layers: the decoder layers that the model runs, for `OptimConfig.checkpoint_layers`.
-        micro_batch_size: the most examples that `collate` takes at once; None takes `OptimConfig.micro_batch_size`.
-    """
-
-    model: nn.Module
-    examples: TrainingExamples
-    collate: Collate
-    save: Callable[[dict[str, Any]], None]
-    about: Mapping[str, Any] = field(default_factory=dict)
-    on_step: StepHook | None = None
-    measure: Callable[[], dict[str, float]] | None = None
-    layers: Sequence[nn.Module] = ()
-    micro_batch_size: int | None = None
+    model: nn.Module  # returns `{"loss": ...}` for a collated batch; parameters that require no gradient do not change
+    examples: TrainingExamples  # in training order, repeated as needed
+    collate: Collate  # makes a batch from some of the examples
+    save: Callable[[dict[str, Any]], None]  # writes the result; called with the report
+    about: Mapping[str, Any] = field(default_factory=dict)  # further entries of the report
+    on_step: Callable[[int], None] | None = None  # called before each step with the step's number, from 0
+    measure: Callable[[], dict[str, float]] | None = None  # returns further entries of the log at a checkpoint
+    layers: Sequence[nn.Module] = ()  # the decoder layers that the model runs, for `OptimConfig.checkpoint_layers`
+    micro_batch_size: int | None = None  # most examples for `collate`; None takes `OptimConfig.micro_batch_size`
 
 
 def train_job(

@@ -23,21 +23,13 @@ class _Movable:
 
 @dataclass(frozen=True)
 class PackedRows(_Movable):
-    """Sequences in rows of one length.
+    """Sequences in rows of one length. All tensors are (rows, length)."""
 
-    Attributes:
-        input_ids: token ids; 0 at padding and at the positions of slots: (rows, length).
-        segments: the number of the sequence that a position belongs to, `PADDING` if none: (rows, length).
-        positions: positions in the sequence, from 0: (rows, length).
-        targets: True at tokens to be predicted: (rows, length).
-        kinds: the kind of each target, for the loss: (rows, length).
-    """
-
-    input_ids: Tensor
-    segments: Tensor
-    positions: Tensor
-    targets: Tensor
-    kinds: Tensor
+    input_ids: Tensor  # 0 at padding and at the positions of slots
+    segments: Tensor  # the number of the sequence that a position belongs to, `PADDING` if none
+    positions: Tensor  # in the sequence, from 0
+    targets: Tensor  # True at tokens to be predicted
+    kinds: Tensor  # the kind of each target, for the loss
 
     def full_attention_mask(self, dtype: torch.dtype) -> Tensor:
         """Return an additive mask (rows, 1, length, length): a position sees its whole sequence, padding padding."""
@@ -52,21 +44,13 @@ class PackedRows(_Movable):
 
 @dataclass(frozen=True)
 class PackedSlots(_Movable):
-    """A batch of passages, and of prompts with positions for the passages' slots.
+    """A batch of passages, and of prompts with positions for the passages' slots."""
 
-    Attributes:
-        passages: each passage once.
-        prompts: the prompts; ids are 0 at the positions of slots.
-        sources: positions of the slots' tokens in the concatenated rows of `passages`, slot after slot: (tokens,).
-        slots: the slot that each of these tokens belongs to: (tokens,).
-        places: positions of the slots in the concatenated rows of `prompts`: (slots,).
-    """
-
-    passages: PackedRows
+    passages: PackedRows  # each passage once
     prompts: PackedRows
-    sources: Tensor
-    slots: Tensor
-    places: Tensor
+    sources: Tensor  # (tokens,), positions of the slots' tokens in the concatenated rows of `passages`, slot after slot
+    slots: Tensor  # (tokens,), the slot that each of these tokens belongs to
+    places: Tensor  # (slots,), positions of the slots in the concatenated rows of `prompts`
 
     @property
     def token_count(self) -> int:

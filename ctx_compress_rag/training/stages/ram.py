@@ -58,19 +58,13 @@ class RamRecipe(CompressionRecipe):
 
 @dataclass(frozen=True)
 class RamTrainingRow:
-    """One question about `example`.
-
-    Attributes:
-        passages: the indices of the prompt's passages in the batch, in order.
-        question: the question's token ids.
-        positives: for each segment of these passages, whether the question needs it.
-    """
+    """One question about `example`."""
 
     example: Example
     template: str
-    passages: list[int]
-    question: list[int]
-    positives: list[bool]
+    passages: list[int]  # the indices of the prompt's passages in the batch, in order
+    question: list[int]  # token ids
+    positives: list[bool]  # for each segment of these passages, whether the question needs it
 
     @property
     def token_count(self) -> int:  # without passages, of which the model chooses what it keeps
