@@ -29,11 +29,9 @@ class Adaptation(ABC):
 
     @abstractmethod
     def adapt(self, decoder: Decoder, demonstrations: Sequence[Demonstration]) -> Adapter | None:
-        """Return the adapter that these demonstrations call for; None leaves the decoder as it is.
+        """Return the adapter that these solved examples, one or more, call for; None leaves the decoder as it is.
 
-        Args:
-            decoder: a decoder that has not been adapted, which stays as it is.
-            demonstrations: one or more solved examples.
+        `decoder` has not been adapted, and stays as it is.
         """
 
 

@@ -25,9 +25,6 @@ FUSED = "qkv_proj"
 # Settings of peft adapters that are not plain low-rank factors, and that we cannot read.
 _UNREAD = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "modules_to_save")
 
-Shapes = Mapping[str, tuple[int, int]]
-"""The input and output width of each projection, by the projection's name in the decoder."""
-
 
 def qkv_projections(model: Any) -> dict[str, tuple[int, int]]:
     """Return the Q/K/V projections of every attention block, as name in the model -> (d_in, d_out).
@@ -35,8 +32,7 @@ def qkv_projections(model: Any) -> dict[str, tuple[int, int]]:
     A decoder that computes the three with one matrix (Phi-3's `qkv_proj`) has one projection per block, and one adapter
     on it, whose outputs are Q, K and V one after another, which then share the factor `a`.
 
-    Raises:
-        ConfigError: an attention block has other projections.
+    Raises ConfigError if an attention block has other projections.
     """
     found: dict[str, tuple[int, int]] = {}
     blocks: dict[str, set[str]] = {}
@@ -110,9 +106,7 @@ class Adapter:
     def save_pretrained(self, folder: str | Path, decoder: str | None = None) -> None:
         """Write this adapter, which must have no rows, as a peft LoRA adapter in float32 that other engines can serve.
 
-        Args:
-            folder: the output folder.
-            decoder: the decoder's hub id or path, for the file's `base_model_name_or_path`.
+        `decoder` is the decoder's hub id or path, for the file's `base_model_name_or_path`.
         """
         from peft import LoraConfig
 
@@ -135,14 +129,9 @@ class Adapter:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, model: Any) -> Adapter:
-        """Read a peft LoRA adapter of a decoder's Q/K/V projections.
+        """Read a peft LoRA adapter of the Q/K/V projections of the decoder `model`, to the decoder's device.
 
-        Args:
-            folder: the adapter's folder.
-            model: the decoder that the adapter is for. The tensors go to the decoder's device.
-
-        Raises:
-            BundleError: the adapter is missing, is no plain LoRA of one rank, or does not fit the decoder.
+        Raises BundleError if the adapter is missing, is no plain LoRA of one rank, or does not fit the decoder.
         """
         folder = Path(folder)
         try:

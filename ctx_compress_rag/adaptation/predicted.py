@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.adapt import Adaptation, demonstration_prompts, open_adapted_model
-from ctx_compress_rag.adaptation.adapter import Adapter, Shapes
+from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import PredictorSettings
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd_update, update_norms
-from ctx_compress_rag.bundle.files import read_bundle_tensors
+from ctx_compress_rag.bundle.files import CONFIG_FILE, WEIGHTS_FILE, read_bundle_tensors
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.splice import splice_prompts
@@ -27,9 +27,6 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import faults_raised_as
 
 BASE_FOLDER = "base"
-
-_CONFIG_FILE = "config.json"
-_WEIGHTS_FILE = "model.safetensors"
 
 
 class UpdatePredictor(nn.Module):
@@ -46,7 +43,9 @@ class UpdatePredictor(nn.Module):
     spread: Tensor
     gain: Tensor
 
-    def __init__(self, dim: int, shapes: Shapes, rank: int, hidden: int = 256, code: int = 64) -> None:
+    def __init__(
+        self, dim: int, shapes: Mapping[str, tuple[int, int]], rank: int, hidden: int = 256, code: int = 64
+    ) -> None:
         super().__init__()
         self.shapes = dict(shapes)
         self.rank = rank
@@ -179,23 +178,22 @@ class PredictedUpdate(Adaptation):
         folder = Path(folder)
         self.base.save_pretrained(folder / BASE_FOLDER, decoder)
         save_file(
-            {n: t.detach().cpu().contiguous() for n, t in self.predictor.state_dict().items()}, folder / _WEIGHTS_FILE
+            {n: t.detach().cpu().contiguous() for n, t in self.predictor.state_dict().items()}, folder / WEIGHTS_FILE
         )
-        (folder / _CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, decoder: Decoder) -> PredictedUpdate:
         """Read what `save_pretrained` wrote, for `decoder` (for an LLM, `llm.decoder`).
 
-        Raises:
-            BundleError: the predictor is missing, damaged, or made for another decoder.
+        Raises BundleError if the predictor is missing, damaged, or made for another decoder.
         """
         folder = Path(folder)
         try:
-            with faults_raised_as(BundleError, f"{folder / _CONFIG_FILE}: "):
-                config = PredictorConfig.model_validate_json((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+            with faults_raised_as(BundleError, f"{folder / CONFIG_FILE}: "):
+                config = PredictorConfig.model_validate_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         except OSError as error:
-            raise BundleError(f"{str(folder)!r} holds no update predictor: {_CONFIG_FILE} is missing") from error
+            raise BundleError(f"{str(folder)!r} holds no update predictor: {CONFIG_FILE} is missing") from error
         bundle = decoder.bundle
         if config.fingerprint != bundle.weights_digest:
             raise BundleError(
@@ -205,7 +203,7 @@ class PredictedUpdate(Adaptation):
         base = Adapter.from_pretrained(folder / BASE_FOLDER, bundle.backbone.model)
         made = cls.build(base, bundle, config)
         try:
-            made.predictor.load_state_dict(read_bundle_tensors(folder / _WEIGHTS_FILE))
+            made.predictor.load_state_dict(read_bundle_tensors(folder / WEIGHTS_FILE))
         except RuntimeError as error:
             raise BundleError(f"the predictor in {folder} does not fit this decoder and its config: {error}") from error
         made.predictor.requires_grad_(False)

@@ -409,7 +409,6 @@ def _save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
 
 
 def _save_adapter(bundle: Bundle, name: str, folder: Path, pack: _Pack, *, int8: bool) -> None:
-    """Write an adapter as a peft folder, with its matrices in 8 bits if `int8`."""
     folder.mkdir(parents=True, exist_ok=True)
     packed = pack(bundle.backbone.adapter_state(name))
     bundle.backbone.load_adapter_state(name, weights_from_int8(packed))

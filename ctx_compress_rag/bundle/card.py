@@ -79,7 +79,6 @@ def _score_table(name: str, given: Mapping[str, Any]) -> str:
 
 
 def _steps(report: Mapping[str, Any]) -> str:
-    """Return the number of training steps in all stages, as text."""
     stages = [stage.get("steps", "unknown") for stage in _stages(report)]
     if len(stages) < 2 or "unknown" in stages:
         return str(stages[-1]) if stages else "unknown"
@@ -87,5 +86,4 @@ def _steps(report: Mapping[str, Any]) -> str:
 
 
 def _stages(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the training reports of all stages, from the first."""
     return [*_stages(report.get("earlier", {})), report] if report else []

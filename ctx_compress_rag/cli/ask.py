@@ -93,7 +93,6 @@ def _asked() -> Iterator[str]:
 
 
 def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, Any]], extractive: bool) -> None:
-    """Print an answer piece by piece, then the passages that it comes from."""
     begun = False
     for piece in pieces:
         if isinstance(piece, str):

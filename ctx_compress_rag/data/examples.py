@@ -55,8 +55,7 @@ def read_jsonl(path: str | Path, max_turns: int = 1, unanswerable: bool = False)
     Consecutive rows with the same context become one example with up to `max_turns` questions. Other keys are ignored.
     `unanswerable` allows rows with `"answers": []`, whose passages do not answer the question, which else are errors.
 
-    Raises:
-        DataError: the file cannot be read or has no rows, or a row has another form. The message names file and line.
+    Raises DataError, which names file and line, if the file cannot be read or has no rows, or a row has another form.
     """
     examples: list[Example] = []
     with open_text_file(Path(path)) as lines:

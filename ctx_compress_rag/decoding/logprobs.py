@@ -68,7 +68,6 @@ def logprobs_from_openai(logprobs: Any, top: int) -> list[TokenLogprob]:
 
 
 def openai_completion_logprobs(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
-    """Return log-probabilities in OpenAI's format of completions."""
     ends = list(accumulate((len(each.token) for each in logprobs), initial=0))
     return {
         "tokens": [each.token for each in logprobs],
@@ -79,7 +78,6 @@ def openai_completion_logprobs(logprobs: Sequence[TokenLogprob]) -> Mapping[str,
 
 
 def openai_chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Mapping[str, Any]:
-    """Return log-probabilities in OpenAI's format of chat completions."""
     return {
         "content": [
             _entry(each.token, each.logprob) | {"top_logprobs": [_entry(*one) for one in each.top]} for each in logprobs

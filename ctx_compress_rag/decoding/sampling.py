@@ -67,8 +67,7 @@ class Sampling(SamplingOptions):
     Attributes:
         json_schema: make the answer JSON of this schema (a dict, or its JSON), if it ends before `max_tokens`.
 
-    Raises:
-        ConfigError: an option is unknown, or has an impossible value.
+    Raises ConfigError if an option is unknown, or has an impossible value.
     """
 
     model_config = ConfigDict(frozen=True)

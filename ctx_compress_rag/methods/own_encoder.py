@@ -89,10 +89,7 @@ class OwnEncoderCompressor(Compressor):
             shutil.copytree(str(place), folder / "encoder", dirs_exist_ok=True)
 
     def _model_and_tokenizer(self) -> tuple[Any, Any]:
-        """Return the model and its tokenizer, loaded on first use; a BundleError if they are missing or have changed.
-
-        They are loaded as the decoder was: device, dtype and quantization.
-        """
+        """Return model and tokenizer, loaded on first use as the decoder was: device, dtype and quantization."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = self._load()

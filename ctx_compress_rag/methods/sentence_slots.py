@@ -61,10 +61,7 @@ _CACHED_VECTORS = 16_384
 
 
 class SentenceEncoder:
-    """A sentence encoder, loaded on first use.
-
-    It is not an nn.Module, so that its weights are not saved with a bundle.
-    """
+    """A sentence encoder, loaded on first use. It is no nn.Module, so that its weights are not saved with a bundle."""
 
     def __init__(self, config: SentenceUnits, device: torch.device) -> None:
         self.name = config.encoder
@@ -95,9 +92,7 @@ class SentenceEncoder:
     def model(self) -> SentenceTransformer:
         """Return the sentence-transformers model, loaded on first use.
 
-        Raises:
-            MissingExtraError: the `sentences` extra is not installed.
-            BundleError: there is no such model, or the bundle was made with other weights.
+        Raises MissingExtraError without the extra `sentences`, BundleError for no model or other weights than expected.
         """
         with self._lock:
             if self._model is None:
@@ -172,15 +167,9 @@ _DIGEST = "encoder_digest"
 class SentenceSlotsCompressor(Compressor):
     """A compressor that makes the embeddings E of section 3.1. The reader projects them (eq. 1).
 
-    `config.unit` says what a slot stands for:
-
-    - "sentence": a sentence. The ratio has no effect.
-    - "passage": the whole passage, as in xRAG. The ratio has no effect.
-    - "tokens": sentences merged or cut to at most `ratio` decoder tokens, for any ratio. The paper halves or joins them
-      (section 4.10).
-
-    A store's window is the most tokens that any unit may have. A longer passage or sentence becomes several units. The
-    encoder cuts off text beyond its own longest input, so choose a window that fits.
+    `SentenceUnits` says what a slot stands for. Other ratios are ours: the paper halves or joins sentences (section
+    4.10). A store's window is the most tokens that any unit may have. A longer passage or sentence becomes several
+    units. The encoder cuts off text beyond its own longest input, so choose a window that fits.
 
     The vector of merged sentences is not the mean of their vectors, so a coarser ratio needs the text again.
     """

@@ -126,7 +126,6 @@ class PublishedImport:
             self._copy(bundle, folder)
 
     def _copy(self, bundle: Bundle, folder: Path) -> None:
-        """Copy decoder and encoder into the folder of a bundle that names them."""
         decoder = folder / DECODER_FOLDER
         _copy_files(self.decoder.files, decoder)
         own: dict[str, Any] = {"decoder": None, "revision": None, "subfolder": None}
@@ -187,7 +186,6 @@ def import_published(
 
 
 def _recognized(checkpoint: PublishedCheckpoint) -> PublishedFormat:
-    """Return the format of a checkpoint. Raise BundleError if it has no known format."""
     for each in FORMATS:
         if each.matches(checkpoint):
             return each

@@ -75,7 +75,6 @@ class PublishedCheckpoint:
         return sum(self.sizes.get(name, 0) for name in names)
 
     def path(self, name: str) -> Path:
-        """Return the local path of a file, which is downloaded if it is on the hub."""
         if name not in self.sizes:
             raise BundleError(f"{self} has no {name}: the checkpoint is incomplete, or not of the format it seems")
         if self.revision is None:

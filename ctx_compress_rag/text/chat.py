@@ -46,7 +46,6 @@ def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, str]]) -> str:
 
 
 def takes_system(tokenizer: Any) -> bool:
-    """Whether the tokenizer's chat format accepts a system message."""
     try:
         _render(tokenizer, [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
     except ConfigError:

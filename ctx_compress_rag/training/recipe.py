@@ -37,8 +37,7 @@ def find_recipe(name: str) -> Path | None:
 def load_recipe(path: str | Path) -> BaseRecipe:
     """Read a recipe from a YAML file, or a shipped recipe by its name (`mean_pooling/teacher`).
 
-    Raises:
-        ConfigError: there is no such recipe, or a key or value is invalid.
+    Raises ConfigError if there is no such recipe, or a key or value is invalid.
     """
     file = Path(path) if Path(path).is_file() else find_recipe(str(path)) or find_recipe(f"{path}.yaml")
     if file is None or not file.is_file():

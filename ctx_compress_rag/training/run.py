@@ -127,7 +127,6 @@ def is_recipe_finished(recipe: BaseRecipe) -> bool:
 
 
 def _refuse_another(recipe: BaseRecipe) -> None:
-    """Raise a ConfigError if the output folder holds checkpoints of a training with other settings or files."""
     folder = recipe.output / FOLDER
     file = folder / _RECIPE_FILE
     if not file.exists() or not complete_checkpoints(recipe.output):

@@ -171,8 +171,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     ) -> RunnableSerializable[LanguageModelInput, AIMessage]:
         """Return a model whose options a call's config may set.
 
-        Raises:
-            ConfigError: this model has its own decoder, and LangChain would make a new model from the options alone.
+        Raises ConfigError if this model has its own decoder: LangChain would make a new model from the options alone.
         """
         if self.decoder.bundle is not self.store.bundle:
             raise ConfigError(
@@ -192,8 +191,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return this model with other options bound; `tools` has to be empty, because this model calls none.
 
-        Raises:
-            NotImplementedError: there are tools; LangChain's own error would not say what to do.
+        Raises NotImplementedError if there are tools, because LangChain's own error would not say what to do.
         """
         if not tools:
             return self.bind(**{name: value for name, value in kwargs.items() if name != "strict"})

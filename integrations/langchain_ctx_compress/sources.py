@@ -105,8 +105,7 @@ def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = N
         store: the store of the texts.
         scope: tenant or user; None takes the scope of `ctx_compress_rag.store.marker.scope`, or else the store's.
 
-    Raises:
-        MissingPassageError: a passage was deleted from the store, or its text changed.
+    Raises MissingPassageError if a passage was deleted from the store, or its text changed.
     """
     if isinstance(prompt, str):
         return expand(store, prompt, scope)

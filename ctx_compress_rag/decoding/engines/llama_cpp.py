@@ -37,13 +37,11 @@ class LlamaCppEngine:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Return the engine's name and the type of the weights."""
         return {"engine": "llama.cpp", "weights": self._weights}
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """Start to answer prompts, as `protocol.Engine.begin` says."""
         tokenizer, settings = self._bundle.tokenizer, self._bundle.backbone.generation_config
         canceled, requests = threading.Event(), []
         for index, (prompt, put) in enumerate(zip(prompts, puts, strict=True)):
@@ -68,7 +66,6 @@ class LlamaCppEngine:
                 context.close()
 
     def _context(self, side: Side) -> LlamaCppContext:
-        """Return the model of one side, which the first call loads."""
         with self._loading:
             self._scheduler.check_open()
             if side not in self._contexts:

@@ -137,7 +137,6 @@ class LlamaCppContext:
         self._llama.llama_memory_seq_rm(self._memory, number, -1, -1)
 
     def clear(self) -> None:
-        """Empty all sequences."""
         self._kept = []
         self._llama.llama_memory_clear(self._memory, True)
 

@@ -53,8 +53,7 @@ class Engine(Protocol):
 
         Returns: a function that cancels all answers after the token in progress; no function of `puts` is called then.
 
-        Raises:
-            ConfigError: a prompt is too long, or the engine cannot do what `sampling` asks for; no answer has begun.
+        Raises ConfigError, before any answer, if a prompt is too long, or the engine cannot do as `sampling` says.
         """
 
     def close(self) -> None:

@@ -47,7 +47,6 @@ class DecodingRequest:
 
     @property
     def last(self) -> tuple[int, int]:
-        """Return the position and the id of the answer's last token."""
         ids = self.answering.ids
         return self.prompt.length + len(ids) - 1, ids[-1]
 
@@ -150,7 +149,6 @@ class DecodingScheduler:
                 thread.start()
 
     def check_open(self) -> None:
-        """Raise ConfigError if this scheduler was closed."""
         if self._closed:
             raise _closed()
 

@@ -68,7 +68,6 @@ class VllmEngine:
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        """Start to answer prompts, as `protocol.Engine.begin` says."""
         if sampling.extractive:
             raise ConfigError(f"extractive answers need the decoder in this process, not {self.server}: {_HERE}")
         asked = [(self._body(prompt, sampling), prompt, put) for prompt, put in zip(prompts, puts, strict=True)]
@@ -85,7 +84,6 @@ class VllmEngine:
         return cancel
 
     def close(self) -> None:
-        """Close the connections."""
         asyncio.run_coroutine_threadsafe(self._client.close(), _loop()).result()
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
@@ -195,7 +193,6 @@ class VllmEngine:
         yield Generation(text, prompt.length, prompt.slots, tokens, reason, logprobs)
 
     def _as_server_error(self, error: Exception) -> Exception:
-        """Return an error of the HTTP client as a ServerError, and other errors as they are."""
         status = getattr(error, "status_code", None)
         if isinstance(error, CtxCompressError):
             return error

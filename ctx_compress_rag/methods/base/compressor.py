@@ -186,8 +186,7 @@ class TrunkCompressor(Compressor):
         tune: how the encoder is trained. Its LoRA is not the decoder's (Simple Context Compression, section 5.1).
         layers: the number of the decoder's layers, from the first on, that the encoder has; None means all layers.
 
-    Raises:
-        ConfigError: the decoder has fewer than `layers` layers.
+    Raises ConfigError if the decoder has fewer than `layers` layers.
     """
 
     def __init__(self, backbone: Backbone, tune: TuneConfig, layers: int | None = None) -> None:

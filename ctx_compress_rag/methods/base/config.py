@@ -31,12 +31,7 @@ def lora_config(tune: TuneConfig) -> Any:
     """Return the peft configuration for `tune`."""
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=tune.rank,
-        lora_alpha=tune.alpha,
-        target_modules=tune.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    return LoraConfig(r=tune.rank, lora_alpha=tune.alpha, target_modules=tune.target_modules, task_type="CAUSAL_LM")
 
 
 class WrapConfig(Strict):

@@ -41,9 +41,7 @@ class PassageRenderer:
     def merge_factor(self, ratio: int, stored: int) -> int:
         """Return how many slots, stored at `stored` source tokens each, become one slot at `ratio`.
 
-        Raises:
-            RatioError: the method cannot make this ratio from the stored slots.
-            ConfigError: the method needs the question.
+        Raises RatioError if the method cannot make this ratio of them, and ConfigError if it needs the question.
         """
         return merge_factor(ratio, stored, nestable=self.nestable)
 
@@ -64,9 +62,7 @@ class PassageRenderer:
 
         `texts` and `ids` go in pairs. `ratio` None is the finest. Only methods that read for a question need it.
 
-        Raises:
-            ConfigError: the method needs a question and there is none.
-            RatioError: see `check_ratio`.
-            MissingPassageError, PayloadError: see `SoftContextStore.markers`.
+        Raises ConfigError if the method needs a question and there is none, and errors as `check_ratio` and
+        `SoftContextStore.markers`.
         """
         return store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)

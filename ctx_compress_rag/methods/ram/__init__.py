@@ -11,9 +11,7 @@ register(
         compressor=RamCompressor,
         # W_align of eq. 5 is the reader's map; without skimming it has nothing to map.
         reader=lambda backbone, config, compressor: Reader(
-            backbone,
-            None if config.skimming == "none" else LinearMap(compressor.dim, backbone.dim),
-            config.decoder,
+            backbone, None if config.skimming == "none" else LinearMap(compressor.dim, backbone.dim), config.decoder
         ),
         paper="Read As Human: Compressing Context via Parallelizable Close Reading and Skimming",
     )

@@ -146,11 +146,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return question, ids
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
-        """Return the slots to store: r_i of each segment of right-padded passages. The only ratio is `segment_tokens`.
-
-        Raises:
-            RatioError: another ratio is asked for.
-        """
+        """Return the slots to store, r_i of each segment; raise RatioError for another ratio than `segment_tokens`."""
         size = self.config.segment_tokens
         for ratio in ratios:
             self.check_ratio(ratio, ratio)

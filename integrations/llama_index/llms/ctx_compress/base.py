@@ -56,8 +56,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     given at each call, as in `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
     `response.logprobs[i]` has the log-probability of token `i` first, then those of the likeliest others at its place.
 
-    Raises:
-        ConfigError: also, a message holds something other than text, or `max_tokens` cut a JSON answer.
+    Raises ConfigError, too, if a message holds something other than text, or `max_tokens` cut a JSON answer.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -133,9 +132,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     ) -> Model:
         """Return an object of `output_cls`; tokens that would break its JSON are never chosen.
 
-        Raises:
-            MissingExtraError: the `serve` extra is not installed.
-            ConfigError: the answer was cut at `max_tokens`.
+        Raises MissingExtraError without the extra `serve`, and ConfigError if the answer was cut at `max_tokens`.
         """
         held = self._held_to(output_cls.model_json_schema())
         return cast(Model, LLM.structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args))
@@ -164,8 +161,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """Return the answer to a filled template, in JSON if its parser reads JSON (selectors, sub-questions).
 
-        Raises:
-            MissingExtraError: the parser reads JSON, and the `serve` extra is not installed.
+        Raises MissingExtraError if the parser reads JSON, and the `serve` extra is not installed.
         """
         return LLM.predict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 
@@ -271,7 +267,6 @@ def _completion(answer: Generation, sampling: Sampling, delta: str | None = None
 
 
 def _logprobs(token: TokenLogprob) -> list[LogProb]:
-    """Return the token that was taken, then the likeliest others."""
     others = [each for each in token.top if each != (token.token, token.logprob)]
     return [
         LogProb(token=text, logprob=value, bytes=list(text.encode("utf-8", "replace")))

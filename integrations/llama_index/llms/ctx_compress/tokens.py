@@ -24,8 +24,7 @@ def chat_memory(llm: CompressedContextLLM, token_limit: int | None = None, **opt
     LlamaIndex allows a history of the window less 256 tokens, and reserves 500 tokens besides `max_tokens`. Here, a
     history may take half of what is not reserved, or `token_limit`. `options` go to `Memory.from_defaults`.
 
-    Raises:
-        ConfigError: nothing of the window is left.
+    Raises ConfigError if nothing of the window is left.
     """
     window, answer = llm.metadata.context_window, llm.metadata.num_output
     if token_limit is None:
