@@ -17,8 +17,6 @@ PromptLike = str | Sequence[Message]  # a prompt as users write it: raw text, or
 Side = Literal["text", "reader", "blend"]
 """The weights that read a prompt: of plain text, of slots, or of slots with text beside them (`Bundle.blends`)."""
 
-Piece = Tensor  # either int64 token ids (L,) or float vectors (S, D), already in the decoder's embedding space
-
 
 class QuotedToken(NamedTuple):
     """A token of a quotable text. A quotation with this token may end `to_end` tokens after it at the earliest."""
@@ -41,7 +39,7 @@ class Quotable:
 class Prompt:
     """A prompt as the decoder reads it, in training together with its answers."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Tensor, ...]  # int64 token ids (L,), or float vectors (S, D) in the decoder's embedding space
     answers: Tensor  # bool (length,), True at the tokens of answers
     side: Side = "text"  # "text" without passages; a passage may be without slots
     quotable: Quotable | None = None  # for an extractive answer

@@ -25,7 +25,7 @@ from ctx_compress_rag.errors import CtxCompressError, StoreError
 from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.collection import ChromaCollection
-from ctx_compress_rag.store.connect import connect_store
+from ctx_compress_rag.store.place import connect_store
 
 logger = logging.getLogger(__name__)
 

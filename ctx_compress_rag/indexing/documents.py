@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Timer
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from ctx_compress_rag.errors import DataError, conversion_command, needs
 
@@ -38,13 +38,6 @@ def readable_suffixes() -> tuple[str, ...]:
     return TEXTS + tuple(suffix for suffix, package in DOCUMENTS.items() if find_spec(package))
 
 
-class IndexDocument(NamedTuple):
-    """A file's text, and what the text lacks of the file, such as "comments"."""
-
-    text: str
-    lacks: tuple[str, ...] = ()
-
-
 class DocumentReader:
     """Reads files one after another, documents in a separate process, which is killed at its limits of time and memory.
 
@@ -64,11 +57,11 @@ class DocumentReader:
             self._process.communicate()
             self._process = None
 
-    def read(self, path: Path) -> IndexDocument:
-        """Return a file's text. Raise DataError, which says why, if the file cannot be read."""
+    def read(self, path: Path) -> tuple[str, list[str]]:
+        """Return a file's text and what it lacks of the file ("comments"). Raise DataError if it cannot be read."""
         try:
             if path.suffix.lower() in TEXTS:
-                return IndexDocument(path.read_text(encoding="utf-8-sig"))
+                return path.read_text(encoding="utf-8-sig"), []
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except UnicodeDecodeError as error:
@@ -88,10 +81,9 @@ class DocumentReader:
                 self._costly.write_text(json.dumps(known | {digest: answer["error"]}, indent=1))
         if "error" in answer:
             raise DataError(answer["error"])
-        return IndexDocument(answer["text"], tuple(answer["lacks"]))
+        return answer["text"], answer["lacks"]
 
     def _known(self) -> dict[str, str]:
-        """Return which limit documents met, by their hash."""
         with suppress(OSError, ValueError):
             if self._costly:
                 return dict(json.loads(self._costly.read_text()))

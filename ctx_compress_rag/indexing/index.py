@@ -21,10 +21,9 @@ from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages,
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_chroma_database
 from ctx_compress_rag.store.collection import ChromaCollection, Row, chroma_pages
-from ctx_compress_rag.store.connect import check_store_folder_name, connect_store
 from ctx_compress_rag.store.marker import DEFAULT_SCOPE
 from ctx_compress_rag.store.passage import passage_batches
-from ctx_compress_rag.store.place import StorePlace
+from ctx_compress_rag.store.place import StorePlace, check_store_folder_name, connect_store
 from ctx_compress_rag.store.record import owned_by_scope, passage_id, record_id
 from ctx_compress_rag.store.records import summarize_store
 

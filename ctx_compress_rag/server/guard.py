@@ -21,7 +21,6 @@ with needs("serve"):
 _LOCKED = "/v1/"  # the routes that need a key; the others have no body and are open to all
 _COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/compress")
 _ONCE = (b"host", b"origin", b"authorization")  # of two, another program may believe the other
-_BODY_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class RequestGuard:
     limits: ServerLimits
     # Without keys, names besides this machine's own: a web page whose name leads here could read the store.
     hosts: Collection[str] = ()
-    seconds: float = _BODY_SECONDS  # for the whole body to arrive; then status 408
+    seconds: float = 60  # for the whole body to arrive; then status 408
     _running: int = field(default=0, init=False)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -41,7 +41,6 @@ def open_chroma_engine(folder: Path, tenant: str, database: str) -> Client:
 
 
 def chroma_settings(opened: ClientAPI | chromadb.Collection) -> Settings:
-    """Return the settings of a client, or of a collection's client."""
     return opened._client._system.settings if isinstance(opened, chromadb.Collection) else opened.get_settings()
 
 

@@ -14,8 +14,7 @@ from chromadb.errors import NotFoundError
 
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.store.chroma_errors import raising_store_errors
-from ctx_compress_rag.store.connect import connect_store
-from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace
+from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace, connect_store
 from ctx_compress_rag.store.threads import shielded_from_interrupts
 
 T = TypeVar("T")
@@ -90,7 +89,6 @@ class ChromaCollection:
 
     @shielded_from_interrupts
     def collection_names(self) -> list[str]:
-        """Return the names of all collections of the place."""
         with self.place.reading(self._read_timeout) as client:
             return [] if client is None else sorted(each.name for each in client.list_collections())
 
@@ -149,10 +147,8 @@ class ChromaCollection:
             if found is None or not ids:
                 return []
             for id in ids:
-                with (
-                    suppress(StoreError),
-                    raising_store_errors(self.place.where),
-                ):  # of a record that the index has lost
+                # The error is of a record that the index has lost.
+                with suppress(StoreError), raising_store_errors(self.place.where):
                     [vector] = self._ask(found.get, ids=[id], include=["embeddings"])["embeddings"]
                     return [lost for part in chroma_pages(ids) for lost in self._unsearchable(found, part, vector)]
         return ids

@@ -15,7 +15,7 @@ import numpy as np
 
 from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.store.collection import AppCollection, chroma_batches, chroma_pages
-from ctx_compress_rag.store.connect import check_app_collection
+from ctx_compress_rag.store.place import check_app_collection
 from ctx_compress_rag.strict import as_list
 
 logger = logging.getLogger(__name__)

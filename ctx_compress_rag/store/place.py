@@ -11,6 +11,7 @@ a write was not finished.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -20,14 +21,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import partial
 from pathlib import Path
 
+import chromadb
 import filelock
 from chromadb.api import ClientAPI
 from chromadb.api.client import Client
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
-from ctx_compress_rag.errors import StoreError, StoreLockedError, StoreWriteError
+from ctx_compress_rag.errors import ConfigError, StoreError, StoreLockedError, StoreWriteError
 from ctx_compress_rag.store.chroma_errors import disk_fault, disk_lacks_room, raising_store_errors
-from ctx_compress_rag.store.chroma_internals import check_chroma_not_forked, has_chroma_database, open_chroma_engine
+from ctx_compress_rag.store.chroma_internals import (
+    check_chroma_not_forked,
+    chroma_client,
+    chroma_settings,
+    has_chroma_database,
+    open_chroma_engine,
+)
 from ctx_compress_rag.store.threads import limit_wait, shielded_from_interrupts
 
 DEFAULT_TIMEOUT = 30.0  # seconds that a write waits for other writes
@@ -40,6 +48,9 @@ DRAFT = ".draft"  # the suffix of a file's name while the file is being written
 _GENERATION_FILE = "ctx-compress.generation"
 _UNFINISHED, _FINISHED = b"w", b"."  # what ends a generation number
 _POLL = 0.002
+_LONGEST = 512
+_NAME = re.compile(rf"[a-zA-Z0-9][a-zA-Z0-9._-]{{1,{_LONGEST - 2}}}[a-zA-Z0-9]")  # Chroma's rule
+Location = str | os.PathLike[str] | ClientAPI | chromadb.Collection
 
 
 class StorePlace(ABC):
@@ -287,3 +298,53 @@ def lock_store_folder(file: Path, timeout: float = DEFAULT_TIMEOUT) -> Iterator[
         yield
     finally:
         lock.release()
+
+
+def connect_store(location: Location | StorePlace) -> StorePlace:
+    """Return the place that a path, a Chroma client or a collection stands for. A client of a folder gives the folder.
+
+    Nothing is created. Raises ConfigError for anything else, such as an asynchronous client, StoreError for a file.
+    """
+    if isinstance(location, StorePlace):
+        return location
+    if isinstance(location, ClientAPI | chromadb.Collection):
+        settings = chroma_settings(location)
+        if settings.is_persistent and not settings.chroma_server_host:
+            return StoreFolder(Path(settings.persist_directory), location.tenant, location.database)
+        return StoreServer(chroma_client(location) if isinstance(location, chromadb.Collection) else location)
+    if not isinstance(location, str | os.PathLike):
+        raise ConfigError(
+            f"cannot keep a store in {type(location).__name__}: give a folder, a chromadb client (HttpClient, "
+            "PersistentClient, EphemeralClient) or a collection; asynchronous ones are not supported"
+        )
+    path = os.fspath(location)
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        raise StoreError(f"a store needs a folder, and {path!r} is not one")
+    check_store_folder_name(path)
+    return StoreFolder(Path(path))
+
+
+def companion_collection(location: object, collection: str) -> str:
+    """Add `-ctx` to the name of `location`, if a collection, else to `collection`. Raise ConfigError for a bad name."""
+    if isinstance(location, chromadb.Collection):
+        check_app_collection(location)
+        collection = location.name
+    if not isinstance(collection, str) or not _NAME.fullmatch(name := f"{collection}-ctx"):
+        raise ConfigError(
+            f"collection={collection!r}: give a name of at most {_LONGEST - len('-ctx')} letters, digits, '.', '_' and "
+            "'-' that starts with a letter or digit; to give a collection itself, use it as the location"
+        )
+    return name
+
+
+def check_app_collection(collection: chromadb.Collection) -> None:
+    if "ctx_format" in (collection.metadata or {}):
+        raise ConfigError(f"{collection.name!r} holds soft contexts itself: give the app's own collection")
+
+
+def check_store_folder_name(folder: str) -> None:
+    """Raise StoreError for a folder whose name is not UTF-8, because Chroma cannot open it."""
+    try:
+        folder.encode()
+    except UnicodeEncodeError:
+        raise StoreError(f"Chroma cannot use {folder!r}, whose name is not UTF-8: rename it, or give another") from None

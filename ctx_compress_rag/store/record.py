@@ -175,7 +175,6 @@ def record_full_hash(fingerprint: str, id: str, passage: Passage) -> str:
 
 
 def damaged_record(id: str, reason: object) -> PayloadError:
-    """Return the error for a record with this id that cannot be read for this reason."""
     return PayloadError(
         f"the record of passage {passage_id(id)!r} is damaged ({reason}): delete the passage and add it again "
         "(`ctx-compress index --repair` does)"

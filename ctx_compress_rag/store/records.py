@@ -92,10 +92,6 @@ class Records(ChromaCollection):
         return str(self.about["codec"])
 
     @property
-    def ratio(self) -> int:
-        return int(self.about["base_ratio"])
-
-    @property
     def signer(self) -> Signer:
         return self._key.signer(self._bundle.fingerprint)
 

@@ -16,15 +16,8 @@ from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreError
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store.connect import Location, companion_collection, connect_store
 from ctx_compress_rag.store.key import StoreKey
-from ctx_compress_rag.store.marker import (
-    DEFAULT_SCOPE,
-    Marker,
-    OnUnreadable,
-    check_scope,
-    current_scope,
-)
+from ctx_compress_rag.store.marker import DEFAULT_SCOPE, Marker, OnUnreadable, check_scope, current_scope
 from ctx_compress_rag.store.passage import (
     AddReport,
     Passage,
@@ -38,7 +31,14 @@ from ctx_compress_rag.store.passage import (
     passage_content_id,
     unique_passages,
 )
-from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace
+from ctx_compress_rag.store.place import (
+    DEFAULT_TIMEOUT,
+    READ_TIMEOUT,
+    Location,
+    StorePlace,
+    companion_collection,
+    connect_store,
+)
 from ctx_compress_rag.store.record import owned_by_scope, passage_id, plain_marker_id, readable_scopes, record_id
 from ctx_compress_rag.store.records import Records, summarize_store
 from ctx_compress_rag.store.threads import caller_gone, shielded_from_interrupts
@@ -329,7 +329,7 @@ class SoftContextStore(ProcessBound):
     @property
     def base_ratio(self) -> int:
         """Source tokens per slot of the stored soft contexts."""
-        return self._records.ratio
+        return int(self._records.about["base_ratio"])
 
     def merge_factor(self, ratio: int) -> int:
         """Return how many stored slots are merged into one at a ratio. Raise RatioError if that is impossible."""

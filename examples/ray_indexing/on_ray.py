@@ -10,7 +10,7 @@ import chromadb
 from ctx_compress_rag import Bundle, SoftContextStore
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.store.connect import Location
+    from ctx_compress_rag.store.place import Location
 
 _BATCH = 64
 

@@ -13,16 +13,9 @@ from torch import nn
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.errors import ConfigError
 
 _MERGED: WeakKeyDictionary[PlainDecoder, dict[bool, Any]] = WeakKeyDictionary()
 _MERGING = threading.Lock()
-
-
-def check_mergeable(bundle: PlainDecoder) -> None:
-    """Raise ConfigError unless the bundle's reader has LoRA, on weights that are not quantized."""
-    if not (isinstance(bundle, Bundle) and bundle.reader.mergeable) or bundle.backbone.quantized:
-        raise ConfigError("merge=True: only a reader with LoRA on weights that are not quantized can be merged")
 
 
 def merged_model(bundle: Bundle, *, blended: bool = False) -> Any:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import GrowingAnswer
-from ctx_compress_rag.decoding.engines.merging import check_mergeable
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.engines.scheduling import DecodingRequest, DecodingScheduler
 from ctx_compress_rag.decoding.engines.sharing import DecodingBatch, LocalModel, decoder_memory_error
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.transformers_internals import can_share_cache
 from ctx_compress_rag.prompt import Prompt
@@ -35,8 +36,8 @@ class TransformersEngine:
         self._bundle = bundle
         _ = bundle.backbone.model  # loaded now rather than by the first question
         self.batch_size, self._merge = options.batch_size, options.merge
-        if self._merge:
-            check_mergeable(bundle)
+        if self._merge and (not (isinstance(bundle, Bundle) and bundle.reader.mergeable) or bundle.backbone.quantized):
+            raise ConfigError("merge=True: only a reader with LoRA on weights that are not quantized can be merged")
 
     @property
     def identity(self) -> Mapping[str, str]:
@@ -88,7 +89,6 @@ def _answer_alone(requests: Sequence[DecodingRequest]) -> None:
 
 @torch.no_grad()
 def _generate(request: DecodingRequest) -> Generation | None:
-    """Return the answer to a prompt; None if the request was canceled."""
     answer: Generation | None = None
 
     def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
