@@ -65,11 +65,9 @@ def open_decoder_model(bundle: PlainDecoder, side: Side, slot_mask: Tensor) -> A
 
 
 def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """Return the logits that predict the tokens of the prompts' answers, and the tokens' ids, prompt by prompt.
+    """Return the logits (answer tokens, vocabulary) that predict the prompts' answers, and the tokens' ids, in order.
 
     Logits are computed only at positions that predict an answer token in some prompt of the batch.
-
-    Shape: (answer tokens, vocabulary), (answer tokens,)
     """
     mask = _padded([prompt.answers for prompt in prompts]).to(batch.inputs_embeds.device)
     predicting = F.pad(mask[:, 1:], (0, 1))  # the logits at a position predict the token after it

@@ -121,11 +121,9 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
 
 
 def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an additive mask with which every token attends to every real token.
+    """Return an additive mask, (batch, 1, length, length), with which every token attends to every real token.
 
     transformers uses a 4-D mask unchanged, in place of the architecture's causal and sliding-window masks.
-
-    Shape: (batch, length) -> (batch, 1, length, length)
     """
     hidden = (1.0 - attention_mask.to(dtype)) * torch.finfo(dtype).min
     return hidden[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)

@@ -97,10 +97,7 @@ class SlotObjective(nn.Module, ABC):
         return [p.fill([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
 
     def answer_logits(self, batch: TrainingBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
-        """Return the logits that predict the answer tokens from slots, and the ids of these tokens.
-
-        Shape: (answer tokens, vocabulary), (answer tokens,), prompt after prompt
-        """
+        """Return what `answer_token_logits` does of the batch's prompts, with these slots in their holes."""
         prompts = self.filled(batch, slots)
         spliced = splice_prompts(self.bundle.backbone.embeddings, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:

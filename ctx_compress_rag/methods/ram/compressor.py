@@ -160,10 +160,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return {size: SlotBatch(nn.utils.rnn.pad_sequence(list(rows), batch_first=True), counts)}
 
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the last hidden states of right-padded texts, each read separately.
-
-        Shape: (texts, length), (texts, length) -> (texts, length, dim)
-        """
+        """Return the last hidden states (texts, length, dim) of right-padded texts (texts, length), each read alone."""
         input_ids, attention_mask, first = self.behind_bos(input_ids, attention_mask)
         with self.trunk() as trunk:
             hidden: Tensor = trunk(
@@ -231,19 +228,13 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
 
 
 def segment_means(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the mean of each text's hidden states, without padding (eq. 1).
-
-    Shape: (texts, length, dim), (texts, length) -> (texts, dim)
-    """
+    """Return the mean of each text's hidden states (texts, length, dim), without padding (eq. 1): (texts, dim)."""
     weights = attention_mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
 def segment_relevance(question: Tensor, segments: Tensor) -> Tensor:
-    """Return the cosine of the question and each segment (eq. 8; see `RamCompressor.choose` on eq. 2).
-
-    Shape: (dim,), (segments, dim) -> (segments,)
-    """
+    """Return the cosine of the question (dim,) and each segment, (segments,) (eq. 8; `RamCompressor.choose`: eq. 2)."""
     return F.cosine_similarity(question.unsqueeze(0), segments, dim=-1)
 
 
