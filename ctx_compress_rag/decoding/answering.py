@@ -83,7 +83,7 @@ class GrowingAnswer:
         if not (ended or full):
             if not (self._stop or self._on_text):
                 return None
-            begun = self._text.length
+            begun = len(self._text.certain)
             text = self._text.so_far(read)
             if all(text.find(stop, max(0, begun - len(stop))) < 0 for stop in self._stop):
                 self._send(text[: self._certain(text)])
@@ -116,22 +116,17 @@ class _Text:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._whole = ""  # the text of all ids before `_end`
+        self.certain = ""  # the text of all ids before `_end`, which no later token can change
         self._start = self._end = 0  # ids between these give the next ones their context, such as a space
-
-    @property
-    def length(self) -> int:
-        """Return the number of characters that no later token can change."""
-        return len(self._whole)
 
     def so_far(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, which must begin with the ids of the last call."""
         before = self.decode(ids[self._start : self._end])
-        text = self._whole + self.decode(ids[self._start :])[len(before) :]
+        text = self.certain + self.decode(ids[self._start :])[len(before) :]
         if not text.endswith("\ufffd"):  # else bytes of a character whose other bytes are still to come
-            if len(text) > len(self._whole):  # else they show nothing, and are no context
+            if len(text) > len(self.certain):  # else they show nothing, and are no context
                 self._start = self._end
-            self._whole, self._end = text, len(ids)
+            self.certain, self._end = text, len(ids)
         return text
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -135,12 +135,6 @@ class SelectiveLora(nn.Module):
         output.view(-1, output.shape[-1]).index_add_(0, self.slots.index, change)
 
 
-def copy_for_hooks(model: nn.Module) -> Any:
-    """Return a copy of a model that shares its tensors, so that hooks on the copy do not affect the model."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, shared)
-
-
 # The logit of new gates, just below the threshold. An untrained gate changes nothing, so that stage III
 # starts with the model that stage II left, and a few steps are enough to open a gate.
 _START = -0.01
@@ -187,9 +181,10 @@ class ArcAlignerReader(Reader):
     def __init__(self, backbone: Backbone, slot_dim: int, config: ArcAlignerConfig) -> None:
         super().__init__(backbone, TwoLayerMap(slot_dim, backbone.dim), TuneConfig(mode="frozen"))
         self.config = config
-        # All hooks are on a twin that nothing else holds: readers of plain text, in any thread, inside
-        # `decoder` or outside, have an unchanged decoder.
-        model = copy_for_hooks(backbone.model)
+        # All hooks are on a twin that nothing else holds, and that shares the decoder's tensors: readers of plain text,
+        # in any thread, inside `decoder` or outside, have an unchanged decoder.
+        tensors = chain(backbone.model.parameters(), backbone.model.buffers())
+        model = copy.deepcopy(backbone.model, {id(tensor): tensor for tensor in tensors})
         trunk = model.get_decoder()
         layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
         trunk.forward = partial(self._forward, trunk.forward)

@@ -138,15 +138,13 @@ class OwnEncoderCompressor(Compressor):
         self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
     ) -> Mapping[int, SlotBatch]:
         """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
-        return dict.fromkeys(ratios, SlotBatch.of(self._encoded(passages, window, 8192), self.backbone.device))
+        slots = self.compress(passages, self.config.ratio, window, 8192)
+        return dict.fromkeys(ratios, SlotBatch.of(slots, self.backbone.device))
 
+    @torch.inference_mode()
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
     ) -> list[SoftContext]:
-        return self._encoded(passages, window, batch_tokens)
-
-    @torch.inference_mode()
-    def _encoded(self, passages: Sequence[TokenizedPassage], window: int, batch_tokens: int) -> list[SoftContext]:
         model, tokenizer = self._model_and_tokenizer()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []

@@ -13,14 +13,13 @@ from chromadb.config import Settings
 
 from ctx_compress_rag.errors import StoreError
 
-_DATABASE = "chroma.sqlite3"
 _opened = False
 _forked = False
 
 
 def has_chroma_database(folder: Path) -> bool:
     """Whether Chroma has ever written to the folder. Finds out without an engine, because opening one would write."""
-    return os.path.exists(folder / _DATABASE)  # Path.exists raises if this user may not look there
+    return os.path.exists(folder / "chroma.sqlite3")  # Path.exists raises if this user may not look there
 
 
 def open_chroma_engine(folder: Path, tenant: str, database: str) -> Client:

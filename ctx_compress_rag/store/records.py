@@ -135,15 +135,11 @@ class Records(ChromaCollection):
         stored = self.rows([record_id(id, place) for id in ids for place in places])
         found: dict[str, tuple[str, Record]] = {}
         for id in dict.fromkeys(ids):
-            for key in (record_id(id, place) for place in places):
-                if key not in stored:
-                    continue
-                if passages and stored[key].get("text_hash") != record_text_hash(
-                    self._bundle.fingerprint, key, passages[id]
-                ):
-                    continue
-                found[id] = (key, self._verified(key, stored[key]))
-                break
+            for key in filter(stored.__contains__, [record_id(id, place) for place in places]):
+                wanted = passages and record_text_hash(self._bundle.fingerprint, key, passages[id])
+                if not wanted or wanted == stored[key].get("text_hash"):
+                    found[id] = (key, self._verified(key, stored[key]))
+                    break
         return found
 
     def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
