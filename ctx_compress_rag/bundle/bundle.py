@@ -415,7 +415,7 @@ def _save_adapter(bundle: Bundle, name: str, folder: Path, pack: _Pack, *, int8:
     save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
     # An older file of the other kind could be read instead.
     (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(missing_ok=True)
-    bundle.backbone.save_adapter_config(name, folder)
+    bundle.backbone.model.peft_config[name].save_pretrained(str(folder))  # now it is an ordinary peft adapter
 
 
 def _save_decoder(bundle: Bundle, folder: Path, pack: _Pack, *, int8: bool) -> None:

@@ -84,6 +84,7 @@ class DocumentReader:
         return answer["text"], answer["lacks"]
 
     def _known(self) -> dict[str, str]:
+        """Return which limit documents met, by their hash."""
         with suppress(OSError, ValueError):
             if self._costly:
                 return dict(json.loads(self._costly.read_text()))

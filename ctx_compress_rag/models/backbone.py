@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -228,10 +227,6 @@ class Backbone:
                 )
         plain = {key.removeprefix(PEFT_PREFIX): value for key, value in state.items()}
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
-
-    def save_adapter_config(self, name: str, folder: Path) -> None:
-        """Write the adapter's adapter_config.json into `folder`, so that the folder is an ordinary peft adapter."""
-        self.model.peft_config[name].save_pretrained(str(folder))
 
 
 def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:

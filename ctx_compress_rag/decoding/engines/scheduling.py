@@ -47,6 +47,7 @@ class DecodingRequest:
 
     @property
     def last(self) -> tuple[int, int]:
+        """Return the position and the id of the answer's last token."""
         ids = self.answering.ids
         return self.prompt.length + len(ids) - 1, ids[-1]
 

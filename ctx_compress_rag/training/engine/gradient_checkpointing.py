@@ -30,6 +30,7 @@ class SlotUpdates(Protocol):
 
 
 def bundle_decoder_layers(bundle: Bundle) -> list[nn.Module]:
+    """Return every layer of a bundle's decoder and of its copies."""
     mask = torch.zeros(1, 1, dtype=torch.bool)
     with bundle.reader.decoder(mask) as reader:
         return transformers_layers([bundle.backbone.model, bundle.compressor, bundle.reader, reader])
