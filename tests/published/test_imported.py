@@ -1,8 +1,9 @@
-"""An imported bundle is an ordinary one: for stores, codecs, budgets, both frameworks, vLLM and training."""
+"""Imported bundles do what the projects' own code does, and are ordinary ones: for stores, frameworks, training."""
 
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,22 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_core.documents import Document
 from llama_index.core import PromptTemplate, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
+from safetensors.torch import load_file
+from torch import Tensor
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.decoding.sampling import Sampling
+from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import TokenizedPassage
+from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
-from helpers.published import CHECKPOINTS, FIRST, TEXTS, imported
+from helpers.published import CASES, CHECKPOINTS, FIRST, TEXTS, imported
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressedContextPostprocessor as NodePostprocessor
@@ -33,12 +38,21 @@ TOKENS = 12
 PASSAGES = [*TEXTS["prompts"]["several"], TEXTS["long"], "A bridge."]
 
 
-@pytest.fixture(scope="module", params=["lclm-4x", *FIRST])
+SOME = pytest.mark.parametrize("name", ["lclm-4x", *FIRST], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=[*CASES, *FIRST])
 def name(request: pytest.FixtureRequest) -> str:
-    chosen: str = request.param
-    return chosen
+    return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def bundle(name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The bundle imported from the checkpoint `name`; shared by tests that leave it as it is."""
+    return imported(name, tmp_path_factory.mktemp(name) / "bundle")
+
+
+@SOME
 def test_a_saved_bundle_is_the_same_and_says_where_it_is_from(bundle: Bundle, tmp_path: Path) -> None:
     bundle.save_pretrained(tmp_path)
     loaded = Bundle.from_pretrained(tmp_path, device="cpu", dtype="float32")
@@ -50,6 +64,7 @@ def test_a_saved_bundle_is_the_same_and_says_where_it_is_from(bundle: Bundle, tm
     assert str(bundle.config.source) in card and bundle.fingerprint in card
 
 
+@SOME
 def test_a_batch_and_a_training_step_have_the_slots_of_each_passage_alone(bundle: Bundle) -> None:
     together = bundle.compress(PASSAGES)
     for soft, text in zip(together, PASSAGES, strict=True):
@@ -64,6 +79,7 @@ def test_a_batch_and_a_training_step_have_the_slots_of_each_passage_alone(bundle
         torch.testing.assert_close(in_training.slots, soft.slots, atol=1e-4, rtol=1e-4)
 
 
+@SOME
 def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Path) -> None:
     """The vectors around slots are positions of the prompt; a budget holds with them."""
     with SoftContextStore(tmp_path, bundle) as store:
@@ -88,6 +104,7 @@ def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Pat
         assert fitting
 
 
+@SOME
 def test_both_frameworks_ask_as_it_was_trained(bundle: Bundle, tmp_path: Path) -> None:
     """By their own defaults for what stands between passages."""
     texts, question = TEXTS["prompts"]["several"], TEXTS["question"]
@@ -169,6 +186,7 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
     assert all(p.grad is None for n, p in bundle.backbone.model.named_parameters() if "lora_" not in n)
 
 
+@SOME
 def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) -> None:
     config, texts = bundle.config, TEXTS["prompts"]["several"]
     builder = TrainingPromptBuilder(bundle.tokenizer, separator=config.separator, answer_prefix=config.answer_prefix)
@@ -178,3 +196,73 @@ def test_prompts_of_training_are_those_of_use(tmp_path: Path, bundle: Bundle) ->
         [prompt] = Decoder(bundle, store).preparer.prepare([chat])
     trained = holed.fill([bundle.embed(soft) for soft in bundle.compress(texts)])
     assert torch.equal(trained.ids()[~trained.answers], prompt.ids())
+
+
+def reference(name: str) -> dict[str, Tensor]:
+    """What the project's own code made, see benchmarks/published/make_references.py."""
+    kind = "-first" if name in FIRST else ""
+    return load_file(CHECKPOINTS / name.removesuffix("-first") / f"reference{kind}.safetensors")
+
+
+def asked(bundle: Bundle, folder: Path, texts: list[str]) -> Prompt:
+    """The prompt that asks about texts through a store, with slots that no codec has rounded."""
+    with SoftContextStore(folder, bundle) as store:
+        decoder = Decoder(bundle, store)
+        chat = question_chat(bundle.config.template, mark_texts(store, texts), TEXTS["question"])
+        [prompt] = decoder.preparer.prepare([chat])
+    exact = iter([bundle.embed(soft) for soft in bundle.compress(texts)])
+    pieces = tuple(next(exact) if piece.is_floating_point() else piece for piece in prompt.pieces)
+    return replace(prompt, pieces=pieces)
+
+
+def answered(bundle: Bundle, prompt: Prompt, vocabulary: int, tokens: int) -> tuple[Tensor, list[int]]:
+    """The logits after a prompt, and the likeliest tokens, one by one, of the first `vocabulary`."""
+    batch = splice_prompts(bundle.backbone.embeddings, [prompt])
+    inputs, found = batch.inputs_embeds, []
+    with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
+        for _ in range(tokens):
+            found.append(model(inputs_embeds=inputs, use_cache=False).logits[0, -1, :vocabulary])
+            inputs = torch.cat([inputs, bundle.backbone.embeddings(found[-1].argmax().view(1, 1))], dim=1)
+    return found[0], [int(logits.argmax()) for logits in found]
+
+
+def test_vectors_are_those_of_the_projects_own_code(name: str, bundle: Bundle) -> None:
+    """Of a text shorter than a window, and of one longer than several."""
+    expected = reference(name)
+    for text in ("short", "long"):
+        [soft] = bundle.compress([TEXTS[text]])
+        assert (soft.slots - expected[f"{text}.slots"]).abs().max() < 1e-5
+        if f"{text}.vectors" in expected:
+            mapped = bundle.reader.projection(soft.slots)  # type: ignore[operator]
+            assert (mapped - expected[f"{text}.vectors"]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("passages", TEXTS["prompts"])
+def test_prompts_logits_and_answers_are_those_of_the_projects_own_code(
+    name: str, bundle: Bundle, passages: str, tmp_path: Path
+) -> None:
+    expected = reference(name)
+    if f"{passages}.logits" not in expected:
+        pytest.skip("its own code reads one passage")
+    prompt = asked(bundle, tmp_path, TEXTS["prompts"][passages])
+    if name.startswith("icae"):
+        # Its script has the ids around the slots; the first after them is the marker, a vector here.
+        before, _, after = prompt.pieces
+        assert torch.equal(before, expected["one.left"]) and torch.equal(after, expected["one.right"][1:])
+    else:
+        vectors = prompt.vector_mask()
+        wrapped = name.startswith("lclm")  # there, the wrapping vectors are tokens of the prompt
+        assert prompt.length == len(expected[f"{passages}.ids"])
+        assert torch.equal(prompt.ids()[~vectors], expected[f"{passages}.ids"][~vectors])
+        assert int(vectors.sum()) == prompt.slots and (prompt.slots > len(TEXTS["prompts"][passages])) is (
+            wrapped or not name.startswith("xrag")
+        )
+    logits, ids = answered(bundle, prompt, len(expected[f"{passages}.logits"]), len(expected[f"{passages}.answer"]))
+    assert (logits - expected[f"{passages}.logits"]).abs().max() < 1e-4
+    assert ids == expected[f"{passages}.answer"].tolist()
+
+
+def test_other_ratios_than_the_trained_one_are_refused(name: str, bundle: Bundle) -> None:
+    other = bundle.config.base_ratio * 2
+    with pytest.raises(RatioError, match=f"{other}"):
+        bundle.compress([TEXTS["short"]], other)
