@@ -22,8 +22,10 @@ import yaml
 from chromadb.api.shared_system_client import SharedSystemClient
 
 import ctx_compress_rag
+from ctx_compress_rag import Bundle
 from ctx_compress_rag import errors as all_errors
 from ctx_compress_rag.cli import main
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +48,23 @@ def commands(name: str) -> list[list[str]]:
     pages = [page for page in PAGES if page.name != "published.md"]  # its blocks run in tests/published
     lines = "\n".join(blocks("bash", *pages)).splitlines()
     return [shlex.split(line)[1:] for line in lines if line.split()[:2] == ["ctx-compress", name]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_bundle() -> Iterator[None]:
+    """The shipped bundle is loaded once for all that opens it."""
+    opened, kept = Bundle.from_pretrained, dict[str, Bundle]()
+
+    def from_pretrained(name: Any, *args: Any, **options: Any) -> Bundle:
+        if name != DEFAULT_BUNDLE:
+            return opened(name, *args, **options)
+        asked = repr((args, options))
+        kept[asked] = kept.get(asked) or opened(name, *args, **options)
+        return kept[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bundle, "from_pretrained", from_pretrained)
+        yield
 
 
 @pytest.fixture

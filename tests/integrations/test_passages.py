@@ -178,17 +178,17 @@ def test_what_is_no_list_is_refused_and_an_iterator_is_one(store: SoftContextSto
 
 
 def test_an_excerpt_stands_beside_what_was_ingested(store: SoftContextStore) -> None:
-    """A step that shortens nodes for one question keeps their ids; forty questions at once, each with its excerpt."""
+    """A step that shortens nodes for one question keeps their ids; twelve questions at once, each with its excerpt."""
     store.add([Document(passage(1, 60), id="p", metadata={"page": 3})], progress=False)
     before = store.marker("p", 4)
-    excerpts = [" ".join(passage(1, 60).split()[n : n + 12]) for n in range(40)]
+    excerpts = [" ".join(passage(1, 60).split()[n : n + 12]) for n in range(12)]
 
     def question(n: int) -> bool:
         [marker] = ask(store, [(excerpts[n], "p")])
         return expand(store, marker) == excerpts[n]
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(question, range(40)))
+        assert all(pool.map(question, range(12)))
     assert store.marker("p", 4) == before
     [record] = store.get_passages(["p"])
     assert record is not None and (record.text, record.metadata) == (passage(1, 60), {"page": 3})
@@ -346,8 +346,9 @@ def test_an_llm_quotes_if_its_bundle_answers_best_so(
     try:
         llm = framework.llm(store=app.store)
         assert llm.sampling({}).extractive and not llm.sampling({"extractive": False}).extractive
-        short = llm.sampling({"response_format": schema})
-        assert not short.extractive and short.max_tokens < llm.max_tokens and app.bundle.config.name in caplog.text
+        short, _ = (llm.sampling({"response_format": schema}) for _ in range(2))
+        assert not short.extractive and short.max_tokens < llm.max_tokens
+        assert caplog.text.count(app.bundle.config.name) == 1
         assert llm.sampling({"response_format": schema, "max_tokens": 300}).max_tokens == 300
         for options in ({"extractive": False}, {"engine": "http://localhost:1"}):
             free = framework.llm(store=app.store, **options)

@@ -1,7 +1,6 @@
 """ArcAligner (sections 3.3-3.5 and algorithm 1): selective LoRA, recursive gates, the cache."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import load_decoder
 from helpers import architectures
 from helpers.arcaligner import alone, make_reader, merged_model, prompts, read
-from helpers.decoding import WAIT
 from helpers.models import draw_lora
 
 
@@ -225,23 +223,6 @@ def test_adapters_of_others_do_not_matter() -> None:
             assert torch.equal(read(reader, batch).logits, soft)
             assert torch.equal(model(**batch.model_inputs()).logits, tuned)
             assert (tuned - soft).abs().max() > 0.1
-
-
-def test_threads_read_text_and_slots_at_once() -> None:
-    reader = make_reader()
-    batches = [prompts(reader, seed=seed) for seed in range(3)]
-
-    def work(number: int) -> list[int]:
-        batch = batches[number % 3]
-        chosen = reader.backbone.use(None) if number % 2 else reader.decoder(batch.slot_mask)
-        with torch.no_grad(), chosen as model:
-            tokens: list[int] = model.generate(**batch.model_inputs(), max_new_tokens=4, do_sample=False).tolist()
-        return tokens
-
-    one_by_one = [work(number) for number in range(12)]
-    assert one_by_one[0] != one_by_one[3]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, range(12), timeout=WAIT)) == one_by_one
 
 
 def test_steps_after_the_prompt_cost_nothing_extra() -> None:

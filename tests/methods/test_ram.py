@@ -75,11 +75,6 @@ def test_every_architecture_reads_segments_alone(name: str) -> None:
         assert "".join(text[a:b] for a, b in pairwise(cut.bounds)) == text
 
 
-def test_other_ratios_are_not_stored(bundle: Bundle) -> None:
-    with pytest.raises(RatioError, match="one vector for each segment of 4 tokens"):
-        bundle.compress(["Kormoor lies on the river Halen."], ratio=8)
-
-
 @st.composite
 def representations(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     n = draw(st.integers(1, 12))
@@ -263,11 +258,14 @@ def test_nothing_is_lost_and_k_segments_are_kept(
 
 
 def test_only_the_question_and_skimmed_segments_are_read(bundle: Bundle, store: SoftContextStore) -> None:
+    """And nothing is written."""
     done: list[tuple[int, ...]] = []
+    before = store.info()
     with bundle.backbone.model.base_model.register_forward_pre_hook(
         lambda _, args, given: done.append(given["inputs_embeds"].shape[:2]), with_kwargs=True
     ):
         _, found = read(store, ask(store))
+    assert store.info() == before
     (_, asked), (rows, longest) = done
     assert asked == len(plain_ids(bundle, QUESTION)) and longest == 4
     assert rows == sum(m.slots for m in found) < sum(len(plain_segments(bundle, text)) for text in PASSAGES)
@@ -296,6 +294,8 @@ def test_what_cannot_be_served_is_refused(store: SoftContextStore) -> None:
         mark_texts(store, PASSAGES, question="Who? " * store.bundle.backbone.window)
     with pytest.raises(RatioError, match="ratio=1"):
         ask(store, ratio=1)
+    with pytest.raises(RatioError, match="one vector for each segment of 4 tokens"):
+        store.bundle.compress(PASSAGES, ratio=8)
     with pytest.raises(ConfigError, match="token budget"):
         mark_texts(store, PASSAGES, token_budget=9, question=QUESTION)
 
@@ -396,9 +396,3 @@ def test_slots_that_went_are_a_clear_error(bundle: Bundle, tiny_tokenizer: Any, 
         ):
             with pytest.raises(MissingPassageError, match="retrieve again"):
                 call()
-
-
-def test_a_question_writes_nothing(bundle: Bundle, store: SoftContextStore) -> None:
-    before = store.info()
-    ask(store, question="Is anything written?")
-    assert store.info() == before

@@ -1,14 +1,18 @@
 """What cannot be imported is refused in one sentence that names it, and leaves nothing behind."""
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -18,8 +22,8 @@ from ctx_compress_rag import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published.importing import FORMATS, PublishedImport, import_published
-from helpers.hub import COMMIT, Hub, running
 from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
+from helpers.serving import listening
 
 Damage = Callable[[Path], object]
 
@@ -266,14 +270,63 @@ def test_a_changed_encoder_is_noticed(tmp_path: Path) -> None:
         bundle.compress([TEXTS["short"]])
 
 
+COMMIT = "c0ffee" + "0" * 34
+
+
+@dataclass
+class Hub:
+    """A Hugging Face hub, as far as downloads need one: folders as repositories, all at `COMMIT`."""
+
+    folders: dict[str, Path]  # by id
+    gated: set[str] = field(default_factory=set)  # ids of those that need an account
+    cut: dict[str, int] = field(default_factory=dict)  # bytes of a file, by name, before the connection breaks once
+    sent: dict[str, int] = field(default_factory=dict)  # bytes of each file, by "id/name"
+
+
+def refused(status: int, code: str) -> Response:
+    return Response(status_code=status, headers={"X-Error-Code": code})
+
+
+def hub_app(hub: Hub) -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/api/models/{owner}/{name}{rest:path}")
+    def about(owner: str, name: str) -> Any:
+        id = f"{owner}/{name}"
+        if id not in hub.folders:
+            return refused(404, "RepoNotFound")
+        paths = sorted(path for path in hub.folders[id].rglob("*") if path.is_file())
+        files = [{"rfilename": str(p.relative_to(hub.folders[id])), "size": p.stat().st_size} for p in paths]
+        return {"id": id, "sha": COMMIT, "siblings": files, "cardData": {"license": "apache-2.0"}}
+
+    @app.api_route("/{owner}/{name}/resolve/{revision}/{file:path}", methods=["GET", "HEAD"])
+    def content(owner: str, name: str, file: str, request: Request) -> Any:
+        id = f"{owner}/{name}"
+        if id in hub.gated:
+            return refused(403, "GatedRepo")
+        if not (path := hub.folders[id] / file).is_file():
+            return refused(404, "EntryNotFound")
+        whole = path.read_bytes()
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(whole).hexdigest()}"'}
+        headers["Content-Length"] = str(len(whole))
+        if request.method == "HEAD":
+            return Response(headers=headers)
+        sent = whole[: hub.cut.pop(path.name, None)]
+        hub.sent[f"{id}/{file}"] = hub.sent.get(f"{id}/{file}", 0) + len(sent)
+        return StreamingResponse(iter([sent]), headers=headers)
+
+    return app
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub that this process takes for the real one, with an empty cache."""
     checkpoint = copied("pisco", tmp_path)
     (checkpoint / "model-00001-of-00002.safetensors").write_bytes(b"old" * 1000)
     folders = {"naver/pisco-mistral": checkpoint, "mistralai/Mistral-7B-Instruct-v0.2": CHECKPOINTS / "mistral"}
-    with running(Hub(folders)) as served:
-        reach(served.address, monkeypatch)
+    served = Hub(folders)
+    with listening(hub_app(served)) as address:
+        reach(address, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

@@ -14,7 +14,6 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.guard import ServerLimits
-from ctx_compress_rag.server.requests import ChatCompletionRequest
 from helpers.decoding import held, wait_for
 from helpers.langchain import QUESTION, TEXTS, Tower
 from helpers.serving import ANNA, BERT, WAIT, chat, client, directly, json_format, listening, marker, post
@@ -68,24 +67,6 @@ def test_answers_are_json_of_the_schema(url: str, store: SoftContextStore) -> No
     assert parsed == Tower.model_validate_json(whole.message.content or "")
     loose = client(url).chat.completions.create(**asked, response_format={"type": "json_object"}).choices[0]
     assert (loose.message.content or "").startswith("{")
-
-
-def test_json_of_a_bundle_that_answers_best_with_quotations_is_short(
-    decoder: Decoder, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And the log says why, once."""
-    asked = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "x"}],
-        "response_format": {"type": "json_object"},
-    }
-    plain = decoder.bundle.config
-    quoting = plain.model_copy(update={"extractive": True, "name": "served-quoting"})
-    body, long = (ChatCompletionRequest.model_validate({**asked, **more}) for more in ({}, {"max_tokens": 300}))
-    short = body.sampling(ServerLimits(), quoting)
-    assert short.max_tokens < body.sampling(ServerLimits(), plain).max_tokens == 512 and not short.extractive
-    assert long.sampling(ServerLimits(), quoting).max_tokens == 300
-    assert caplog.text.count("served-quoting") == 1
 
 
 def test_content_parts_and_roles(url: str, store: SoftContextStore, decoder: Decoder) -> None:

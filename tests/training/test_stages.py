@@ -69,11 +69,6 @@ def test_dropout_is_for_training_only() -> None:
         assert not torch.equal(model(**batch.model_inputs()).logits, evaluated)
 
 
-def test_impossible_settings_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"\[1, 2\].*0 to 1"):
-        make_reader(gated_layers=[2, 1])
-
-
 @pytest.fixture(scope="module")
 def stages(decoder: Path, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the three stages have been run, three steps each."""
@@ -404,13 +399,11 @@ def test_a_long_context_is_cut(ram: Bundle) -> None:
         assert objective(ram)(**batch)["loss"].isfinite()
 
 
-def test_stage_ram_refuses_other_methods(make_tiny_bundle: Any) -> None:
-    other = make_tiny_bundle()
-    with pytest.raises(ConfigError, match="mean_pooling"):
-        RamLoss(other, TrainingPromptBuilder(other.tokenizer))
-
-
-def test_impossible_settings_are_refused() -> None:
+def test_impossible_settings_are_refused(tiny_bundle: Any) -> None:
+    with pytest.raises(ConfigError, match=r"\[1, 2\].*0 to 1"):
+        make_reader(gated_layers=[2, 1])
+    with pytest.raises(ConfigError, match="mean_pooling"):  # stage ram is for RAM
+        RamLoss(tiny_bundle, TrainingPromptBuilder(tiny_bundle.tokenizer))
     with pytest.raises(ValueError, match="leave nothing to read"):
         RamConfig(close_reading=False, skimming="none")
     shape = {"name": "x", "method": RamConfig(), "max_tokens": 1000}

@@ -132,12 +132,12 @@ def test_each_example_draws_its_own_ratio(make_tiny_bundle: Any, stage: str) -> 
 
     alone = [[loss([example], [ratio], None) for ratio in ratios] for example in examples]
     possible = [a + b for a in alone[0] for b in alone[1]]
-    found = [loss(examples, ratios, 1, step) for step in range(40)]
+    found = [loss(examples, ratios, 1, step) for step in range(20)]
     nearest = {min(range(9), key=lambda i: abs(possible[i] - each)) for each in found}
     assert all(min(abs(p - each) for p in possible) < 1e-4 for each in found)
     assert len(nearest) > 5
-    shared = [sum(loss([example], ratios, 1, step) for example in examples) for step in range(40)]
-    assert shared == pytest.approx(found, rel=1e-3), "micro-batches and processes draw as the whole batch does"
+    shared = [sum(loss([example], ratios, 1, step) for example in examples) for step in range(10)]
+    assert shared == pytest.approx(found[:10], rel=1e-3), "micro-batches and processes draw as the whole batch does"
     assert loss(examples, ratios, None) == pytest.approx(sum(map(sum, alone)), rel=1e-4)
 
 
