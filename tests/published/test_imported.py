@@ -36,8 +36,6 @@ from llama_index.postprocessor.ctx_compress import CompressedContextPostprocesso
 
 TOKENS = 12
 PASSAGES = [*TEXTS["prompts"]["several"], TEXTS["long"], "A bridge."]
-
-
 SOME = pytest.mark.parametrize("name", ["lclm-4x", *FIRST], indirect=True, scope="module")
 
 
