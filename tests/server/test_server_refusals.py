@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
 from ctx_compress_rag.server.metrics import ServerMetrics
 from ctx_compress_rag.server.run import LimitedProtocol, open_server_socket
 from helpers.langchain import QUESTION, TEXTS
-from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, post
+from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker, post
 
 
 def test_a_key_reads_its_own_scopes_markers_only(url: str, store: SoftContextStore) -> None:
@@ -43,6 +44,23 @@ def test_a_key_reads_its_own_scopes_markers_only(url: str, store: SoftContextSto
     default = [{"role": "user", "content": store.marker(store.ids()[0], 8)}]
     with pytest.raises(openai.BadRequestError, match="not made with this key"):
         client(url).chat.completions.create(model="tiny", messages=default)  # type: ignore[arg-type]
+
+
+def test_scopes_hold_while_tenants_ask_at_once(url: str, store: SoftContextStore) -> None:
+    def slots(number: int) -> tuple[bool, int]:
+        owner, key = (("anna", ANNA), ("bert", BERT))[number % 2]
+        asker = (ANNA, BERT)[number // 2 % 2]
+        content: list[Any] = [{"role": "user", "content": f"{marker(store, 'tower', owner)} {number}"}]
+        try:
+            reply = client(url, asker).chat.completions.create(model="tiny", messages=content, max_tokens=2)
+        except openai.BadRequestError:
+            return asker == key, 0
+        assert reply.usage is not None and reply.usage.model_extra is not None
+        return asker == key, reply.usage.model_extra["slots"]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(slots, range(24)))
+    assert all((count > 0) is own for own, count in found)
 
 
 def test_compress_writes_markers_of_the_keys_scope(url: str, store: SoftContextStore) -> None:
