@@ -3,6 +3,8 @@
 import json
 import math
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -178,6 +180,20 @@ def test_two_processes_resume_and_so_does_one(decoder: Path, tmp_path: Path) -> 
     for name in names:
         _assert_same_weights(tmp_path / "whole", tmp_path / name)
         assert report(tmp_path / name)["resumed"] is True
+
+
+@pytest.mark.slow
+def test_ten_steps_of_two_processes_make_the_weights_of_one(decoder: Path, tmp_path: Path) -> None:
+    """By `accelerate launch`, as several GPUs train, with gradient checkpointing."""
+    run_recipe(write_recipe(decoder, "answer", tmp_path / "alone", {"steps": 10}))
+    apart = {"steps": 10, "micro_batch_size": 1, "checkpoint_layers": True}
+    recipe = write_recipe(decoder, "answer", tmp_path / "shared", apart)
+    command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "ctx_compress_rag.cli"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "train", str(recipe)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    _assert_same_weights(tmp_path / "alone", tmp_path / "shared")
 
 
 def _assert_same_weights(one: Path, other: Path) -> None:
