@@ -46,13 +46,13 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+def tiny_bundle(make_tiny_bundle: Any) -> Any:
     """A bundle with LoRA on both sides."""
     return make_tiny_bundle()
 
 
 @pytest.fixture(scope="session")
-def talkative(make_tiny_bundle: Callable[..., Any]) -> Any:
+def talkative(make_tiny_bundle: Any) -> Any:
     """A bundle whose decoder answers in text that depends on all of its prompt."""
     from helpers.langchain import talkative_bundle
 
@@ -60,7 +60,7 @@ def talkative(make_tiny_bundle: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def bundle_folder(make_tiny_bundle: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle_folder(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved bundle, for what opens one by its address."""
     from helpers.cli import save_bundle
 

@@ -11,38 +11,21 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.adaptation.systems import TestTimeSGD
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.adaptation.adapt import adapted_decoder, demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter, apply_adapter, qkv_projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import answer_ids, chat_text
 from ctx_compress_rag.text.tokenizing import bos_token_id, text_ids
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, merged_copy, random_adapter
 from helpers.decoding import by_transformers
-from helpers.models import draw_lora
 
 SHORT = Sampling(max_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def bundle(make_tiny_bundle: Any) -> Any:
-    """With adapters of its own for compressor and reader that do something."""
-    made = make_tiny_bundle(seed=5)
-    draw_lora(made.backbone.model, 0.1)
-    return made
-
-
-@pytest.fixture(scope="module")
-def decoder(bundle: Any) -> Decoder:
-    return Decoder(bundle)
 
 
 def _logits(model: Any, ids: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
@@ -85,9 +68,7 @@ def test_other_attention_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 @pytest.mark.parametrize(("scale", "rank"), [(0.3, 2), (0.1, 4), (1.5, 3), (1.5, 4), (None, 8)])
-def test_peft_loads_what_is_saved_to_the_same_outputs(
-    name: str, scale: float | None, rank: int, tmp_path: Path
-) -> None:
+def test_peft_loads_what_is_saved_to_same_outputs(name: str, scale: float | None, rank: int, tmp_path: Path) -> None:
     """Of a sum, too; and with the adapter's scale, though peft's lora_alpha, scale * rank, is a whole number."""
     model = architectures.model(name)
     if scale is None:
@@ -192,16 +173,6 @@ def test_shown_answers_stand_as_the_one_that_is_asked_for(tiny_tokenizer: Any) -
     )
     alone = text_ids(tokenizer, chat_text(tokenizer, shown.chat())) + answer_ids(tokenizer, shown.answer)
     assert text_ids(tokenizer, text)[: len(alone)] == alone
-
-
-def test_adapting_starts_from_the_original(decoder: Decoder) -> None:
-    base = random_adapter(decoder.bundle.backbone.model, 4, seed=18)
-    once = TestTimeSGD(base, 2, 0.1).adapt(decoder, DEMONSTRATIONS)
-    assert all(not torch.equal(once.b[name], base.b[name]) for name in base.b)
-    again = adapted_decoder(adapted_decoder(decoder, once), None)
-    assert again.bundle is decoder.bundle
-    twice = TestTimeSGD(base, 2, 0.1).adapt(again, DEMONSTRATIONS)
-    assert all(torch.equal(once.b[name], twice.b[name]) for name in base.b)
 
 
 def test_impossible_demonstrations_are_refused_by_name(decoder: Decoder) -> None:

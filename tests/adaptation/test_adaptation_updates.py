@@ -9,33 +9,16 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 
+from ctx_compress_rag import Bundle, Decoder
 from ctx_compress_rag.adaptation.adapt import demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter, qkv_projections
 from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, UpdatePredictor, pool_demonstrations
 from ctx_compress_rag.adaptation.updates import matching_loss, sgd_update, update_inner_products, update_norms
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
 from helpers.adaptation import DEMONSTRATIONS, PREDICTOR, QUESTIONS, drawn, merged_copy, plain_copy, random_adapter
-from helpers.models import draw_lora
-
-
-@pytest.fixture(scope="module")
-def bundle(make_tiny_bundle: Any) -> Any:
-    made = make_tiny_bundle(seed=6)
-    for name, parameter in made.backbone.model.named_parameters():
-        if "lora_" not in name and "proj" in name:
-            parameter.mul_(10)  # wide, so that what is attended to matters
-    draw_lora(made.backbone.model, 0.1)
-    return made
-
-
-@pytest.fixture(scope="module")
-def decoder(bundle: Any) -> Decoder:
-    return Decoder(bundle)
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +113,7 @@ def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) 
 
 
 @pytest.mark.parametrize("layer", [None, 1])
-def test_hidden_states_are_the_end_tokens_means(
-    decoder: Decoder, bundle: Any, base: Adapter, layer: int | None
-) -> None:
+def test_states_are_the_end_tokens_means(decoder: Decoder, bundle: Any, base: Adapter, layer: int | None) -> None:
     merged = merged_copy(bundle.backbone.model, base)
     pooled = pool_demonstrations(
         decoder.bundle,
@@ -188,9 +169,7 @@ def test_calibrated_updates_start_at_their_targets_size(decoder: Decoder, base: 
         assert float((size.log() - update_norms(target)[name].log()).mean()) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_a_predicted_update_is_saved_and_is_a_peft_adapter(
-    decoder: Decoder, bundle: Any, base: Adapter, tmp_path: Any
-) -> None:
+def test_an_update_is_saved_as_a_peft_adapter(decoder: Decoder, bundle: Any, base: Adapter, tmp_path: Any) -> None:
     """The predictor comes back to the same update, and the update loads in peft at twice the base's rank."""
     torch.manual_seed(1)
     made = PredictedUpdate.build(base, decoder.bundle, PREDICTOR)

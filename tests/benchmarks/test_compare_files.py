@@ -12,17 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.__main__ import main
-from benchmarks.compare.config import SHIPPED, Budget, Comparison, merged, stage_recipes
+from benchmarks.compare.config import Budget, Comparison, merged, stage_recipes
 from benchmarks.compare.decoder import merge_teacher
-from benchmarks.compare.run import Plan
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
-from ctx_compress_rag.evaluation.answering import FULL, question_chat
-from ctx_compress_rag.text.answers import token_f1
-from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.examples import load_training_examples
-from helpers.decoding import by_transformers
 from helpers.models import draw_lora, save_tiny_llama
 from helpers.training import killed
 
@@ -82,8 +77,11 @@ def read(settings: dict[str, Any], name: str, steps: int, tmp_path: Path, passag
     return [example for recipe in recipes for example in load_training_examples(recipe)]
 
 
-def test_every_entry_reads_the_same_questions(settings: dict[str, Any], tmp_path: Path) -> None:
-    """In the same order, whatever its stages and its own seed, and from the first again after the last."""
+def test_every_entry_reads_the_same_questions(settings: dict[str, Any], files: Path, tmp_path: Path) -> None:
+    """In the same order, whatever its stages and its own seed, and from the first again after the last.
+
+    Neither what is held out nor what is too long is read.
+    """
     one, two = (read(settings, name, 30, tmp_path) for name in ("one", "pooled"))
     assert one == two
     assert len(one) == 60
@@ -91,13 +89,9 @@ def test_every_entry_reads_the_same_questions(settings: dict[str, Any], tmp_path
     assert one[distinct:] == one[: 60 - distinct]
     other = read(merged(settings, {"data": {"seed": 1}}), "one", 30, tmp_path)
     assert other != one and set(other) == set(one)
-
-
-def test_what_is_held_out_or_too_long_is_not_read(settings: dict[str, Any], files: Path, tmp_path: Path) -> None:
     test = read_jsonl(files / "test.jsonl")
-    found = read(settings, "one", 50, tmp_path)
-    assert not {e.passages for e in found} & {(LONG,), *(e.passages for e in test)}
-    assert not {t.question for e in found for t in e.turns} & {t.question for e in test for t in e.turns}
+    assert not {e.passages for e in one} & {(LONG,), *(e.passages for e in test)}
+    assert not {t.question for e in one for t in e.turns} & {t.question for e in test for t in e.turns}
 
 
 def test_the_merged_decoder_is_the_decoder_with_its_teacher(files: Path, tmp_path: Path) -> None:
@@ -150,20 +144,6 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
     assert "Questions of test.jsonl" in report and f"with the LoRA of {files / 'teacher'} merged" in report
 
 
-def test_baselines_are_the_merged_decoder_s(finished: Path, settings: dict[str, Any], tiny_tokenizer: Any) -> None:
-    """Answers from full text, one by one, by transformers' own generation."""
-    data = Comparison.model_validate(settings).data
-    asked = Plan(finished, "decoder", None, Budget(6, 1), 4, [4, 8], data).test_questions()
-    assert all(LONG not in q.passages for q in asked)
-    model = AutoModelForCausalLM.from_pretrained(finished / "decoder", dtype=torch.float32)
-    f1 = []
-    for q in asked:
-        chat = question_chat(TEMPLATES[0], q.passages, q.question)
-        f1.append(token_f1(by_transformers(model, tiny_tokenizer, chat, 32).strip(), q.answers))
-    [score] = [s for s in results(finished, "baselines")["scores"] if s["system"] == FULL]
-    assert score["f1"] == pytest.approx(f1)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [({"data": {"seed": 1}}, "test_sha256"), ({"entries": {"pooled": {"settings": {"seed": 5}}}}, "has changed since")],
@@ -176,21 +156,3 @@ def test_results_of_another_comparison_are_not_reported(
     assert main([command[0], str(file), *command[2:], "--output", str(finished)]) == 2
     assert named in capsys.readouterr().err
     assert (finished / "compare.md").read_text() == report
-
-
-@pytest.mark.slow
-def test_every_entry_of_the_shipped_comparison_trains(
-    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On tiny files and a tiny decoder, and not compiled; each stage is cut off once and resumed."""
-    shipped = yaml.safe_load((SHIPPED / "natural.yaml").read_text())
-    small = {key: settings[key] for key in ("data", "decoder", "teacher", "batch_size")}
-    shipped = merged(shipped, small, {"settings": {"optim": {"compile": False}}})
-    file = tmp_path / "natural.yaml"
-    file.write_text(yaml.safe_dump(shipped))
-    run = ["compare", str(file), "--budget", "4", "--questions", "4", "--output", str(tmp_path / "out")]
-    with killed(after=1):
-        main(run)
-    assert main(run) == 0
-    assert "Without a result yet" not in (tmp_path / "out" / "compare.md").read_text()
-    assert {results(tmp_path / "out", name)["steps"] for name in shipped["entries"]} == {4}

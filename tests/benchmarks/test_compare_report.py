@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.compare.config import Comparison, Ordering
-from benchmarks.compare.control import with_other_passages
 from benchmarks.compare.report import Cell, EntryRow, Results, methods_shown, orderings
 from benchmarks.scoring.paired import paired_difference
-from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.evaluation.questions import Question
 
 COUNT = 40
 CLAIMS = Comparison.model_construct(
@@ -58,27 +55,6 @@ def test_orderings_say_what_held() -> None:
     assert f"; 4x {fours:+.3f} (" in line and f", 8x {eights:+.3f} (" in line
 
 
-@pytest.mark.parametrize(
-    ("winner", "loser", "verdict"),
-    [
-        (0.02, 0.0, "not shown"),  # always a little more, where neither reads its slots
-        (0.3, 0.25, "held"),  # the loser reads its slots
-        (0.3, 0.0, "held"),  # far apart, and the winner does
-    ],
-)
-@pytest.mark.parametrize("guessed", ["none", "control"])
-def test_an_ordering_says_nothing_of_entries_that_do_not_read(
-    winner: float, loser: float, verdict: str, guessed: str
-) -> None:
-    """A tenth is answered without a context, or with any slots, and by entries that do not read theirs."""
-    rng = np.random.default_rng(0)
-    noise = (rng.random(COUNT) * 0.2).tolist()
-    pooled, coarse = ([value + extra for value in noise] for extra in (winner, loser))
-    guesses = {guessed: rng.permutation(noise).tolist()}
-    line = orderings(CLAIMS, scored({"pooled": {8: pooled}, "coarse": {8: coarse}}, **guesses))[0]
-    assert line.startswith(f"- **{verdict}**") and "(+" in line  # the difference's interval is above zero each time
-
-
 def test_a_method_is_shown_by_three_standard_errors() -> None:
     """No context and other passages answer nothing here, so that a gain is the score itself."""
     rng = np.random.default_rng(2)
@@ -91,20 +67,3 @@ def test_a_method_is_shown_by_three_standard_errors() -> None:
         assert first.startswith(f"- **{verdict}**: pooled at 4x: over no context {gain}")
         assert f"over another passage {gain}" in first
         assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")
-
-
-def test_other_passages_are_real_ones_without_the_answer() -> None:
-    """Of the next question that has some; without any, the comparison is refused."""
-    anna, bert, ship = "Anna was born in Bonn.", "Bert lives in Rome.", "The Anna sails to Bonn."
-    asked = [
-        Question((anna,), "Where?", ("Bonn",)),
-        Question((anna, ship), "Where?", ("Bonn", "Rome")),
-        Question((bert,), "Who?", ("Bert",)),
-        Question((ship, "Carl met Bert."), "Who?", ("Carl",)),
-    ]
-    with pytest.raises(DataError, match="no question has passages that do not answer 'Where"):
-        with_other_passages(asked)
-    asked[1] = Question((anna, ship), "Where?", ("Bonn",))
-    moved = with_other_passages(asked)
-    assert [(q.question, q.answers) for q in moved] == [(q.question, q.answers) for q in asked]
-    assert [q.passages for q in moved] == [(bert,), (bert,), (anna,), (anna,)]

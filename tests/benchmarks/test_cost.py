@@ -8,13 +8,11 @@ import pytest
 
 from benchmarks.timing.cost import measure
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.evaluation.answering import FULL, SOFT, question_chat
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.templates import TEMPLATES
-from helpers.ram import QUESTION, ask, close_bundle, close_store, plain_ids, read
 
 LAYERS, WIDTH = 2, 32
 
@@ -53,15 +51,3 @@ def test_operations_are_those_of_the_matrix_products(tiny_bundle: Any, tmp_path:
     lora = 2 * length[SOFT] * sum(p.numel() for p in tiny_bundle.reader.trained_parameters() if p.ndim == 2)
     map_ = 2 * (slots - length[SOFT]) * WIDTH * WIDTH  # the map is among those parameters, and reads slots alone
     assert costs[SOFT].first_token_flops == pytest.approx(reading(model, length[SOFT]) + head + lora + map_, rel=1e-3)
-
-
-def test_what_ram_reads_for_a_question_is_its_own(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The question and the skimmed segments, of at most four tokens each; passages were read before."""
-    bundle = close_bundle(tiny_tokenizer)
-    with close_store(tmp_path, bundle) as store:
-        make = {"RAM": lambda: question_chat(TEMPLATES[0], ask(store, ratio=2), QUESTION)}
-        cost = measure(Decoder(bundle, store), [make], progress=False)["RAM"]
-        segments = sum(marker.slots for marker in read(store, ask(store, ratio=2))[1])
-    question, segment = (reading(bundle.backbone.model, n) for n in (len(plain_ids(bundle, QUESTION)), 4))
-    assert segments and cost.context_flops == pytest.approx(question + segments * segment, rel=0.02)
-    assert cost.first_token_flops > cost.context_flops

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.datasets.published import SETS, convert
+from benchmarks.datasets.published import SETS
 from ctx_compress_rag.data.examples import read_jsonl
 
 TEXT = "Brenmoor Light was built in 1874. Ada Quill drew it."
@@ -132,15 +132,3 @@ def test_a_published_file_becomes_rows(name: str, tmp_path: Path) -> None:
     made, expected = FILES[name]
     assert main(["data", name, str(made(tmp_path)), "--output", str(tmp_path / "out.jsonl")]) == 0
     assert written(tmp_path) == [expected]
-
-
-@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa", "musique"])
-def test_retrieved_passages_take_the_place_of_a_sets_own(name: str, tmp_path: Path) -> None:
-    """As a set's own row, where there is more than one answer with all of them, and as DPR writes it."""
-    own = MUSIQUE if name == "musique" else WIKI
-    dpr = {"question": "Who drew it?", "answers": ["Ada Quill"]}
-    hidden = [MUSIQUE | {"answerable": False}] if name == "musique" else []
-    file = lines(tmp_path / "r.jsonl", *(row | {"ctxs": CTXS} for row in (own, dpr, *hidden)))
-    convert(name, file, tmp_path / "out.jsonl")
-    answers = [("Ada Quill", "Quill") if name == "musique" else ("Ada Quill",), ("Ada Quill",)]
-    assert written(tmp_path) == [("Who drew it?", accepted, JOINED, ()) for accepted in answers]

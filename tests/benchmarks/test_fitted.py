@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.compare.fitted import FittedNextTokenRecipe, fit_reader
+from benchmarks.compare.fitted import FittedNextTokenRecipe
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.data.examples import Example, Turn
-from ctx_compress_rag.errors import ConfigError
 from helpers.comprexit import comprexit_bundle
 from helpers.training import settings_of
 
@@ -38,8 +37,3 @@ def test_a_fitted_reader_gives_nearly_the_tokens_own_embeddings(tiny_tokenizer: 
     spelled = Example((f"One {tiny_tokenizer.eos_token} two.",), (Turn("?", ("two",)),))
     FittedNextTokenRecipe.model_validate(settings).objective(bundle, [*examples, spelled])
     assert error(read()) == pytest.approx(best, abs=0.05)
-
-
-def test_other_readers_are_not_fitted(make_tiny_bundle: Any) -> None:
-    with pytest.raises(ConfigError, match="map of two layers"):
-        fit_reader(make_tiny_bundle(), [])

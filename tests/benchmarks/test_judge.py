@@ -1,21 +1,13 @@
-"""Judges of answers: a rule over a set's answers, a chat model of LangChain, one named on the command line."""
+"""Judges of answers: a rule over a set's answers."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
-from langchain_core.messages import AIMessage
-
-from benchmarks.scoring.judge import JudgeTable, judge_answers, load_judge, verdict
-from ctx_compress_rag.errors import ConfigError
+from benchmarks.scoring.judge import JudgeTable, verdict
 from ctx_compress_rag.evaluation.answering import FULL, NONE, Answers
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.text.answers import contains_answer
-
-ASKED = [("Who?", ["Orla", "Orla Reedwen"], "orla"), ("Where?", ["Pell"], "Kess\u2028mar"), ("When?", ["1903"], "soon")]
 
 
 class Rule:
@@ -53,19 +45,3 @@ def test_what_a_reply_says() -> None:
     unclear = ("Yes and no.", "No doubt it is right.", "No. Or rather yes.", "The answer is correct: Yes", "")
     for reply, found in (replies | dict.fromkeys(unclear)).items():
         assert verdict(reply) is found, reply
-
-
-def test_chat_models_of_langchain_are_judges() -> None:
-    blocks = [{"type": "reasoning", "reasoning": "No name is wrong."}, {"type": "text", "text": "Yes."}]
-    replies = iter([AIMessage(blocks), AIMessage("No."), AIMessage("")])
-    assert judge_answers(GenericFakeChatModel(messages=replies), ASKED, False) == [True, False, None]
-
-
-def test_judges_are_named_as_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    Path("strict_judge.py").write_text("class Judge:\n    def invoke(self, prompt):\n        return 'No.'\n")
-    assert judge_answers(load_judge("strict_judge:Judge"), ASKED, False) == [False] * 3
-    for name in ("no_such_module:make", "json:loads", "collections:Counter"):
-        with pytest.raises(ConfigError, match=re.escape(f"judge {name!r}")):
-            load_judge(name)

@@ -1,15 +1,12 @@
 """Several passages: prompts and thresholds, against plain computations."""
 
 import random
-from pathlib import Path
 
 from benchmarks.scoring.confidence import Sure, best_threshold
 from benchmarks.several.neighbors import NEAREST, among_neighbors
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import mentions_answer
-from ctx_compress_rag.training.recipe import load_recipe
-from ctx_compress_rag.training.stages.repeat_and_answer import RepeatAndAnswerRecipe
 
 
 def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:
@@ -27,11 +24,6 @@ def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> Non
         assert all(part in own and before.turns[0].answers[0] in part for part in after.turns[0].evidence)
         several += len(others) == 2
     assert 10 < several < 50
-
-
-def test_the_recipe_is_one() -> None:
-    recipe = load_recipe(Path(__file__).parents[2] / "benchmarks" / "several" / "recipe.yaml")
-    assert isinstance(recipe, RepeatAndAnswerRecipe) and recipe.data.mix is not None
 
 
 def test_no_threshold_scores_higher_than_the_best() -> None:

@@ -1,18 +1,13 @@
 """The speed measurements: what they count is right, and what they time is what is named; how long it takes is not."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.timing.concurrency import concurrency, over_generate
 from benchmarks.timing.speed import first_token, indexing_speed
 from benchmarks.timing.training_speed import training_speed
 from benchmarks.world.world import World
-from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.store import SoftContextStore
 
 
 def test_indexing_counts_passages_tokens_and_bytes(tiny_bundle: Any, tmp_path: Path) -> None:
@@ -42,27 +37,6 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
         assert first.share == pytest.approx(first.soft_tokens / first.text_tokens / first.ratio)
         assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
     assert list(found) == [4, 16] and found[16].soft_tokens < found[4].soft_tokens
-
-
-def test_figures_fit_the_time_that_all_took(talkative: Any) -> None:
-    decoder, prompts = Decoder(talkative), ["Who?", "What is it?", "Where?"]
-    made = [answer.completion_tokens for answer in decoder.generate(prompts, Sampling(max_tokens=12))]
-    began = time.perf_counter()
-    found = concurrency(decoder, prompts, new_tokens=12, rounds=1)
-    elapsed = time.perf_counter() - began
-    assert found.callers == 3
-    # Each rate's tokens were made in a part of the time: over all of it they would be fewer a second.
-    assert min(found.batch_rate, found.stream_rate) > sum(made) / elapsed
-    assert found.turns_rate > made[0] / elapsed
-    assert 0 < found.first_seconds < elapsed
-    assert found.last_first >= 1
-
-
-def test_one_answer_is_timed_beside_generate(talkative: Any, tmp_path: Path) -> None:
-    with SoftContextStore(tmp_path, talkative) as store:
-        [marker] = store.markers(store.ensure(["Orla kept bees."]), 4)
-        found = over_generate(Decoder(talkative, store), f"{marker} Who?", 3, rounds=1)
-    assert set(found) == {"generate", "merged", "apart"} and min(found.values()) > 0
 
 
 @pytest.mark.slow

@@ -34,21 +34,24 @@ def test_cases_say_what_the_context_did(tiny_bundle: Any, tmp_path: Path) -> Non
 
 
 def test_the_command_writes_every_table(
-    bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "no_judge.py").write_text("class Judge:\n    def invoke(self, prompt):\n        return 'No.'\n")
     for name in ("one", "two"):
         write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", 3, 3, max_turns=1, passages=(1,)))
     files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
     folder = shutil.copytree(bundle_folder, tmp_path / "bundle")
     command = ["eval", "--bundle", str(folder), "--ratios", "4", "--output", str(tmp_path / "out"), "--data"]
-    assert main([*command, *files, "--cost", "--perplexity", "--cases", "--card", "--in-domain", "one"]) == 0
+    tables = ["--cost", "--perplexity", "--cases", "--judge", "no_judge:Judge", "--card"]
+    assert main([*command, *files, *tables, "--in-domain", "one"]) == 0
     shown = capsys.readouterr().out
     for column in ("ms to first token", "reconstruction perplexity", "right always"):
         assert shown.count(column) == 2
     assert "F1 out of it" in shown
     assert shown.startswith((tmp_path / "out" / "scores.md").read_text().strip())
     kept = json.loads((tmp_path / "out" / "one" / "scores.json").read_text())
-    assert {"costs", "reconstruction_perplexity", "cases"} <= kept.keys()
+    assert {"costs", "reconstruction_perplexity", "cases", "judged"} <= kept.keys()
     [soft] = [score for score in kept["scores"] if score["system"] == SOFT]
     card = (folder / "README.md").read_text()
     assert "one, 3 questions" in card and f"{soft['f1']:.3f} ± {soft['f1_error']:.3f}" in card

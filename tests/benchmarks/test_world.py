@@ -3,13 +3,10 @@
 import random
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from benchmarks.world import wording
-from benchmarks.world.task_families import ENDS, FAMILIES, MARKS, draw, families, write_families
-from benchmarks.world.world import World, split_of
-from ctx_compress_rag.data.examples import read_jsonl
+from benchmarks.world.task_families import ENDS, FAMILIES, MARKS, draw, families
+from benchmarks.world.world import World
 
 
 def test_splits_of_the_world_share_no_name() -> None:
@@ -36,13 +33,3 @@ def test_the_answer_is_a_fact_of_the_passage_and_the_code_words_follow() -> None
         assert ending == family.name
         whole = re.compile(rf"\b{re.escape(value)}\b")
         assert whole.search(drawn.passages[0]) and not whole.search(drawn.question)
-
-
-def test_written_families_have_names_of_their_split_alone(tmp_path: Path) -> None:
-    compounds = {head + tail for heads, tails in wording.COMPOUNDS for head in heads for tail in tails}
-    assert write_families(tmp_path, "test", 4) == 16
-    for file in tmp_path.iterdir():
-        for example in read_jsonl(file):
-            words = {word.strip(".?,") for word in example.passages[0].split()}
-            assert {split_of(word) for word in words & compounds} == {"test"}
-            assert example.turns[0].answers[0].endswith(file.stem.replace("_", " "))

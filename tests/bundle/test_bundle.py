@@ -16,14 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, Decoder, Passage, SoftContextStore
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder, progress_line
 from ctx_compress_rag.models.sentence_embedding import load_minilm
-from ctx_compress_rag.store import Passage, SoftContextStore
 from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
@@ -31,7 +29,7 @@ TEXT = "Orla kept bees in Pellmouth."
 
 
 @pytest.fixture(scope="module")
-def made(make_tiny_bundle: Callable[..., Any]) -> Any:
+def made(make_tiny_bundle: Any) -> Any:
     bundle = make_tiny_bundle(seed=6)
     widen(bundle.backbone.model, bundle.compressor, bundle.reader, seed=5)
     return bundle
@@ -71,7 +69,7 @@ def test_a_saved_bundle_loads_and_saves_again_with_the_same_bits(made: Any, save
             assert (saved / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
-def test_a_bundle_that_is_half_overwritten_does_not_load(folder: Path, make_tiny_bundle: Callable[..., Any]) -> None:
+def test_a_bundle_that_is_half_overwritten_does_not_load(folder: Path, make_tiny_bundle: Any) -> None:
     other = make_tiny_bundle(seed=7)
     weights = folder / "reader" / "adapter_model.safetensors"
     weights.unlink()
@@ -157,7 +155,6 @@ READ = ["config.json", "training_report.json", "reader/model.safetensors", "deco
 @pytest.mark.parametrize("kind", IRREGULAR)
 @pytest.mark.parametrize("name", [*READ, "decoder/tokenizer_config.json", "decoder/tokenizer.json"])
 def test_only_regular_files_of_bounded_size_are_opened(folder: Path, name: str, kind: str) -> None:
-    """Each of these hung, took all memory or raised raw."""
     path = folder / name
     path.unlink()
     IRREGULAR[kind](path)
@@ -253,7 +250,6 @@ def test_unknown_names_are_refused(name: Any) -> None:
 
 
 def test_a_revision_is_the_hubs(folder: Path) -> None:
-    """It used to be ignored for what is not on the hub."""
     for name, what in (("smollm2-135m", "comes with this package"), (str(folder), "is a folder")):
         with pytest.raises(ConfigError, match=rf"revision='v1': the bundle .* {what} and has none: leave revision out"):
             Bundle.from_pretrained(name, revision="v1")
@@ -316,7 +312,7 @@ def test_pushing_uploads_a_folder_that_loads(made: Any, tmp_path: Path, monkeypa
     assert set(uploaded) - wanted == {"README.md"} and "pytorch_model.bin" not in wanted
 
 
-def test_other_files_are_not_written_over(make_tiny_bundle: Callable[..., Any], tmp_path: Path) -> None:
+def test_other_files_are_not_written_over(make_tiny_bundle: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle()
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text("mine")

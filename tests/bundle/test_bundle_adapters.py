@@ -1,6 +1,5 @@
 """A bundle's adapters: the teacher's beside the two sides', in half precision for peft or in 8 bits."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +91,7 @@ def test_experts_are_adapted_saved_and_loaded(tiny_tokenizer: Any, tmp_path: Pat
         torch.testing.assert_close(tuned(input_ids=PROMPT).logits, logits(made)[1], atol=1e-4, rtol=1e-4)
 
 
-def test_each_form_replaces_what_is_in_the_folder(
-    made: Bundle, make_tiny_bundle: Callable[..., Bundle], tmp_path: Path
-) -> None:
+def test_each_form_replaces_what_is_in_the_folder(made: Bundle, make_tiny_bundle: Any, tmp_path: Path) -> None:
     """In half precision, the teacher as given; in 8 bits, half as large, which peft must not read; without teacher."""
     folder, plain, sizes = tmp_path / "bundle", make_tiny_bundle(), {}
     made.save_pretrained(folder)
@@ -112,9 +109,7 @@ def test_each_form_replaces_what_is_in_the_folder(
     assert same(Bundle.from_pretrained(folder, device="cpu"), plain)
 
 
-def test_a_teacher_that_is_no_bundles_is_left_alone(
-    make_tiny_bundle: Callable[..., Bundle], tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_teacher_that_is_no_bundles_is_left_alone(make_tiny_bundle: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """As in a folder of training outputs; loading would take it for the bundle's own."""
     file = save_teacher(tiny_tokenizer, tmp_path / "teacher") / "adapter_model.safetensors"
     with pytest.raises(ConfigError, match="would be read as this bundle's teacher"):

@@ -64,9 +64,7 @@ def test_files_that_say_how_they_were_written_are_the_same_bundle(folder: Path) 
     assert len(fingerprints) == 1
 
 
-def test_an_edited_decoder_in_a_folder_of_its_own_is_refused(
-    make_tiny_bundle: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_an_edited_decoder_in_a_folder_of_its_own_is_refused(make_tiny_bundle: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(seed=8)
     bundle.save_pretrained(tmp_path / "whole")
     decoder = tmp_path / "whole" / "decoder"

@@ -13,9 +13,8 @@ from typing import Any
 import chromadb
 import pytest
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from helpers.cli import assert_same_contents, contents, write_docs
 from helpers.forked import COMMAND, run_python
@@ -40,14 +39,6 @@ def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def test_indexing_again_compresses_nothing(run: Any, store: Path, docs: Path) -> None:
-    before = contents(store)
-    assert run("index", docs, "--store", store) == 0  # the store knows its bundle
-    assert f"3 files in {docs}: 0 passages compressed, {len(before)} unchanged, with tiny, which reads" in run.out
-    assert "compressing" not in run.err
-    assert contents(store).keys() == before.keys()
-
-
 def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     folder, target = write_docs(tmp_path / "docs", files=2), tmp_path / "chroma"
     (folder / "latin.txt").write_bytes(b"caf\xe9")
@@ -55,7 +46,9 @@ def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path)
     assert "skipped: 1 .txt\n" in run.out
     (folder / "file0.txt").unlink()
     gone = sum("file0.txt" in id for id in contents(target))
-    assert run("index", folder, "--store", target) == 0
+    assert run("index", folder, "--store", target) == 0  # the store knows its bundle
+    assert "0 passages compressed" in run.out and ", with tiny, which reads" in run.out
+    assert "compressing" not in run.err
     assert f"kept passages of deleted files: {gone} (--prune removes them)" in run.out
     assert run("index", folder, "--store", target, "--prune") == 0
     assert f"removed passages: 0 of changed files, {gone} of deleted ones" in run.out
@@ -66,7 +59,6 @@ def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path)
 
 KILLED = """
 import os, signal, sys
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import index
 
@@ -247,14 +239,10 @@ def test_a_command_imports_only_what_it_needs(store: Path, command: list[str], u
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_backup_copies_an_index(run: Any, store: Path, tmp_path: Path) -> None:
+def test_info_prunes_soft_contexts_without_a_passage_in_a_backup(run: Any, store: Path, tmp_path: Path) -> None:
     assert run("backup", "--store", store, tmp_path / "copy") == 0
     assert_same_contents(tmp_path / "copy", store)
     assert "does not exist yet" in run.fails("backup", "--store", store, tmp_path / "copy")
-
-
-def test_info_lists_and_prunes_soft_contexts_without_a_passage(run: Any, store: Path, tmp_path: Path) -> None:
-    assert run("backup", "--store", store, tmp_path / "copy") == 0
     client = chromadb.PersistentClient(str(tmp_path / "copy"))
     passages = client.get_collection("passages", embedding_function=None)
     [gone, *kept] = passages.get()["ids"]

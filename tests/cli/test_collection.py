@@ -8,8 +8,7 @@ import chromadb
 import pytest
 import torch
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag import Bundle, SoftContextStore
 
 TEXT = "Orla kept bees in Pellmouth, by the old mill on the river, until the flood of the year 1911."
 

@@ -69,9 +69,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_full_disk_is_one_line_and_the_same_command_resumes(
-    run: Any, bundle_folder: Path, docs: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_is_resumed(run: Any, bundle_folder: Path, docs: Path, tmp_path: Path) -> None:
     command = ["index", docs, "--bundle", bundle_folder, "--store", tmp_path / "chroma"]
     done = run_python(FULL, *command)
     assert done.returncode == 2 and "Traceback" not in done.stderr

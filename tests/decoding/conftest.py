@@ -5,11 +5,9 @@ from typing import Any
 import chromadb
 import pytest
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.bundle.files import TEACHER
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, prompts_of
 from helpers.langchain import talkative_bundle
 from helpers.models import draw_lora

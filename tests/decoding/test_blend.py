@@ -8,13 +8,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.decoding.splice import open_decoder_model, splice_prompts
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.prompt import Side
-from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION
 
 SHARES: dict[Side, dict[str, float]] = {

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.store import SoftContextStore
 from helpers.engines import EngineTests
 from helpers.serving import listening
 from helpers.vllm import KEY, FakeVllm

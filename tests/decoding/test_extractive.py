@@ -13,12 +13,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.world import BUNDLE as DEMO
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.quoting import QuoteFilter
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, PayloadError
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.record import record_id
 from ctx_compress_rag.text.quoting import find_quotations, without_question
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -158,9 +156,7 @@ def test_a_damaged_text_is_not_quoted_and_its_slots_are_read(
     assert answer.slots == lenient.generate([prompt], Sampling(max_tokens=2))[0].slots
 
 
-def test_quoting_from_very_much_is_refused(
-    decoder: Decoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quoting_from_much_is_refused(decoder: Decoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctx_compress_rag.decoding.preparer.MAX_CHARACTERS", 50)
     with pytest.raises(ConfigError, match="prompt 0 and its passages have .* quotes from 50 at most"):
         decoder.generate(prompts[:1], EXTRACTIVE)

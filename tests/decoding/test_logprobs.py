@@ -83,9 +83,7 @@ SETTINGS = ["repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "be
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "sequence_bias", "min_new_tokens"])
-def test_a_decoders_settings_act_as_in_transformers(
-    decoder: Decoder, prompts: list[Any], model: Any, name: str
-) -> None:
+def test_settings_act_as_in_transformers(decoder: Decoder, prompts: list[Any], model: Any, name: str) -> None:
     sampling = Sampling(max_tokens=TOKENS)
     plain = [answer.text for answer in decoder.generate(prompts, sampling)]
     first = by_transformers(decoder, decoder.preparer.prepare(prompts[:1])[0])[0]

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, PayloadError
-from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES, QUESTION, damage
 
 

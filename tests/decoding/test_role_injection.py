@@ -11,19 +11,16 @@ import chromadb
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_bundle_config
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.methods.ram.segments import RamSegments
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.gguf import gguf_file
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.tokenizing import text_parts, text_tokens
 from helpers import architectures
 from helpers.decoding import damage
@@ -37,9 +34,7 @@ NAMES = [*architectures.NAMES, *SHIPPED]
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     name = request.param
     if name in SHIPPED:  # the tokenizer is what differs; SmolLM2's own layers would take minutes
-        decoder: Any = read_bundle_config(SHIPPED[name] / CONFIG_FILE).decoder
-        file = gguf_file(decoder)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
+        tokenizer = Bundle.from_pretrained(name).tokenizer
         model = tiny_llama(tokenizer)
     else:
         model, tokenizer = architectures.model(name), architectures.tokenizer(name)

@@ -15,8 +15,8 @@ from weakref import WeakSet
 import pytest
 import torch
 
+from ctx_compress_rag import Decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
 from ctx_compress_rag.models.backbone import Backbone
@@ -83,39 +83,9 @@ def test_the_consumer_may_generate_between_pieces_and_change_threads(decoder: De
     assert text == nested
 
 
-def test_a_thread_that_holds_the_decoder_may_generate_and_stream(decoder: Decoder) -> None:
-    def consume() -> list[Any]:
-        with decoder.bundle.text_decoder():
-            return [
-                *decoder.generate([QUESTION], Sampling(max_tokens=4)),
-                *decoder.stream(QUESTION, Sampling(max_tokens=4)),
-            ]
-
-    [wanted] = decoder.generate([QUESTION], Sampling(max_tokens=4))
-    first, *pieces, last = in_thread(consume)
-    assert first == last == wanted and "".join(pieces) == wanted.text
-
-
 def test_no_thread_is_left_behind(decoder: Decoder) -> None:
     list(decoder.stream(QUESTION, Sampling(max_tokens=2)))
     wait_for(lambda: not any(thread.name.startswith("ctx-compress-answers") for thread in threading.enumerate()))
-
-
-def test_eight_streams_take_the_passes_of_one(decoder: Decoder) -> None:
-    with ThreadPoolExecutor(8) as pool, passes(decoder) as seen:
-
-        def read(_: int) -> str:
-            pieces = decoder.stream(QUESTIONS[0], Sampling(max_tokens=40))
-            return "".join(piece for piece in pieces if isinstance(piece, str))
-
-        with held(decoder.bundle):
-            futures = [pool.submit(read, number) for number in range(8)]
-            wait_for(lambda: decoder.bundle.backbone.lock.waiting)
-            time.sleep(0.3)
-        texts = {future.result(WAIT) for future in futures}
-    assert len(texts) == 1
-    # So few passes that they advance together.
-    assert len(seen) <= 45 and sum(seen) == 8 * 40
 
 
 def test_short_answers_do_not_wait_for_long_ones(decoder: Decoder) -> None:
@@ -130,18 +100,6 @@ def test_short_answers_do_not_wait_for_long_ones(decoder: Decoder) -> None:
         assert not ended
     long.join(WAIT)
     assert ended
-
-
-def test_canceling_one_leaves_the_others(decoder: Decoder, prompts: list[Any]) -> None:
-    alone = [apart(decoder, prompt, Sampling(max_tokens=60)) for prompt in prompts[:3]]
-    with passes(decoder) as seen:
-        streams = [decoder.stream(prompt, Sampling(max_tokens=60)) for prompt in prompts[:3]]
-        first = [str(next(stream)) for stream in streams]
-        streams[1].close()  # type: ignore[attr-defined]
-        for number in (0, 2):
-            *pieces, last = streams[number]
-            assert last == alone[number] and first[number] + "".join(map(str, pieces)) == alone[number].text
-    assert sum(seen) < 3 * 60 - 10
 
 
 WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1200)}}
@@ -260,7 +218,6 @@ def test_a_program_that_leaves_a_stream_ends_in_peace(talkative: Any, tmp_path: 
     talkative.save_pretrained(tmp_path / "bundle")
     program = """
 import sys
-from ctx_compress_rag import Bundle, Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 decoder = Decoder(Bundle.from_pretrained(sys.argv[1]))
 pieces = decoder.stream("What about it?", Sampling(max_tokens=500))

@@ -8,13 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from helpers import architectures
 from helpers.decoding import by_transformers, prompt_of

@@ -1,7 +1,6 @@
 """Agreement of answers from less context with those from full text, against answers asked one by one."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -68,7 +67,7 @@ def test_passages_are_found_by_their_ids(talkative: Any, tmp_path: Path) -> None
 
 
 def test_by_default_the_ratios_that_the_store_serves(
-    make_tiny_bundle: Callable[..., Any], tiny_tokenizer: Any, talkative: Any, tmp_path: Path
+    make_tiny_bundle: Any, tiny_tokenizer: Any, talkative: Any, tmp_path: Path
 ) -> None:
     def ratios(name: str, bundle: Any, ratio: int | None) -> list[int | None]:
         with SoftContextStore(tmp_path / name, bundle, ratio=ratio) as store:
@@ -147,7 +146,7 @@ def test_the_advice_is_one_sentence(own: dict[int, list[float]], sentences: list
 
 
 def test_command_compares_answers_about_an_index(
-    make_tiny_bundle: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_tiny_bundle: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle, docs = save_bundle(make_tiny_bundle(), tmp_path / "bundle"), write_docs(tmp_path / "docs", files=1)
     store, asked, out = tmp_path / "store", tmp_path / "asked.txt", tmp_path / "out"

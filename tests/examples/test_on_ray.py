@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag import Bundle, SoftContextStore
 from ray_indexing.on_ray import store_dataset
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")

@@ -39,23 +39,6 @@ class Problem:
     q1: Tensor
     q2: Tensor
 
-    @property
-    def context(self) -> Tensor:
-        return torch.cat([self.x1, self.x2, self.y], dim=-1)
-
-    @property
-    def first(self) -> Tensor:
-        """The queries' predictions before any step, one at a time."""
-        return torch.stack([self.w1 @ a + self.w2 @ b for a, b in zip(self.q1, self.q2, strict=True)])
-
-    @property
-    def queries(self) -> Tensor:
-        return torch.cat([self.q1, self.q2, self.first], dim=-1)
-
-    @property
-    def layer(self) -> LinearAttention:
-        return gradient_step_layer(self.w1, self.w2, len(self.y), RATE)
-
 
 def descend(problem: Problem, steps: int, rate: float = RATE) -> tuple[Tensor, Tensor]:
     """W1 and W2 after gradient descent on eq. 3, written out and differentiated by autograd."""
@@ -108,8 +91,11 @@ def test_loss_and_gradient_step(sizes: dict[str, int]) -> None:
 
 @random_sizes
 @given(sizes=sizes)
-def test_dot_product_interface_sums_the_documents_by_similarity(sizes: dict[str, int]) -> None:
-    """Eq. 11, document by document, with encoders of their own for queries (W_q) and documents (W_d)."""
+def test_both_interfaces(sizes: dict[str, int]) -> None:
+    """The dot product's, eq. 11, document by document, with encoders for queries (W_q) and documents (W_d).
+
+    The projection's, section 3.2: W1 x_q + W2 D with W2 = W1 W_d, that is W1 (x_q + W_d D).
+    """
     g = Generator().manual_seed(sizes["seed"])
     inputs, outputs, width = sizes["inputs"], sizes["outputs"], sizes["width"]
     w_q, w_d, w1, w_z = (normal(g, *shape) for shape in [(width, inputs)] * 2 + [(outputs, inputs)] * 2)
@@ -119,17 +105,7 @@ def test_dot_product_interface_sums_the_documents_by_similarity(sizes: dict[str,
         expected = expected + w_z @ d * ((w_q @ x) @ (w_d @ d))
     w2 = dot_product_weight(w_z, documents, w_q.T @ w_d)
     torch.testing.assert_close(predict(w1, w2, x[None], x[None])[0], expected, **close)
-
-
-@random_sizes
-@given(sizes=sizes)
-def test_projection_interface_moves_the_query_by_the_projected_documents(sizes: dict[str, int]) -> None:
-    """Section 3.2: W1 x_q + W2 D with W2 = W1 W_d, that is W1 (x_q + W_d D)."""
-    g = Generator().manual_seed(sizes["seed"])
-    inputs, width = sizes["inputs"], sizes["documents"] * sizes["width"]
-    w1, w_d, x, found = (
-        normal(g, *shape) for shape in [(sizes["outputs"], inputs), (inputs, width), (inputs,), (width,)]
-    )
+    w_d, found = normal(g, inputs, len(documents) * width), normal(g, len(documents) * width)
     prediction = predict(w1, projection_weight(w1, w_d), x[None], found[None])[0]
     torch.testing.assert_close(prediction, w1 @ (x + w_d @ found), **close)
 
@@ -158,9 +134,12 @@ def test_k_layers_are_k_gradient_steps(sizes: dict[str, int], depth: int) -> Non
     """Eq. 5 to 7: x1 and x2 of all tokens stay, y moves by dW1 x1 + dW2 x2, that of the context for the next layer."""
     p = random_problem(**sizes)
     w1, w2 = descend(p, depth)
-    prediction = stack(p.layer, p.context, p.queries, depth, outputs=p.y.shape[1])
+    first = torch.stack([p.w1 @ a + p.w2 @ b for a, b in zip(p.q1, p.q2, strict=True)])  # before any step
+    context, queries = torch.cat([p.x1, p.x2, p.y], dim=-1), torch.cat([p.q1, p.q2, first], dim=-1)
+    layer = gradient_step_layer(p.w1, p.w2, len(p.y), RATE)
+    prediction = stack(layer, context, queries, depth, outputs=p.y.shape[1])
     torch.testing.assert_close(prediction, p.q1 @ w1.T + p.q2 @ w2.T, **close)
-    assert not p.layer.attend(p.queries, p.context)[:, : -p.y.shape[1]].any()
+    assert not layer.attend(queries, context)[:, : -p.y.shape[1]].any()
 
 
 SMALL = {

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +42,7 @@ class Tower(BaseModel):
     material: Literal["stone", "wood"]
 
 
-def talkative_bundle(make_tiny_bundle: Callable[..., Any]) -> Any:
+def talkative_bundle(make_tiny_bundle: Any) -> Any:
     """A tiny bundle whose random decoder answers in text that never ends by itself.
 
     At its initial weights a decoder with tied embeddings repeats the prompt's last token, which is a special

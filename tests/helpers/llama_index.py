@@ -15,9 +15,8 @@ from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChat
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from helpers.langchain import QUESTION, TEXTS, hashed_words
 from llama_index.llms.ctx_compress import CompressedContextLLM, marker_tokenizer
@@ -71,14 +70,10 @@ def watched() -> Iterator[Events]:
 
 
 class App:
-    """Passages n0 to n3, indexed and compressed; tests leave what is in the store.
+    """Passages n0 to n3, indexed and compressed; tests leave what is in the store."""
 
-    `fields` are those of its LLMs.
-    """
-
-    def __init__(self, bundle: Any, folder: Path, **fields: Any) -> None:
+    def __init__(self, bundle: Any, folder: Path) -> None:
         self.bundle = bundle
-        self.fields = {"max_tokens": MAX_TOKENS, **fields}
         collection = chromadb.PersistentClient(path=str(folder)).create_collection("app")
         nodes = [TextNode(id_=f"n{i}", text=text, metadata={"page": f"p{i}"}) for i, text in enumerate(PASSAGES)]
         nodes[0].excluded_llm_metadata_keys = ["page"]
@@ -88,7 +83,7 @@ class App:
         self.store.add(PASSAGES, [f"n{i}" for i in range(len(PASSAGES))], progress=False)
 
     def llm(self, **fields: Any) -> CompressedContextLLM:
-        return CompressedContextLLM(store=self.store, **{**self.fields, **fields})
+        return CompressedContextLLM(store=self.store, **{"max_tokens": MAX_TOKENS, **fields})
 
     def postprocessor(self, **arguments: Any) -> CompressedContextPostprocessor:
         chosen = arguments if "token_budget" in arguments else {"ratio": RATIO, **arguments}

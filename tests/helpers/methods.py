@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, SoftContext
 from ctx_compress_rag.methods.base.compressor import TokenCompressor, TokenizedPassage
-from ctx_compress_rag.soft_context import SoftContext
 from helpers.sentences import DIM
 
 FULL, FROZEN = {"mode": "full"}, {"mode": "frozen"}

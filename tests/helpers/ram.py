@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss

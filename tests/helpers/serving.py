@@ -12,10 +12,9 @@ import httpx
 import openai
 import uvicorn
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.server.run import open_server_socket, uvicorn_config
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from ctx_compress_rag.store.marker import scope as in_scope
 from helpers.decoding import WAIT

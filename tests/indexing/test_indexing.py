@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, Passage
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
 from ctx_compress_rag.indexing.build import IndexReport, update_index
@@ -22,7 +22,6 @@ from ctx_compress_rag.indexing.fit import IndexFit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
 from ctx_compress_rag.models.sentence_embedding import load_embedder
-from ctx_compress_rag.store import Passage
 from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 
@@ -272,9 +271,7 @@ CHINESE = "那一年洪水冲走了河边的老磨坊。主人把剩下的卖给
         (CHINESE, ["English"]),
     ],
 )
-def test_passages_that_the_bundle_reads_badly_are_warned_of(
-    caplog: pytest.LogCaptureFixture, text: str, said: list[str]
-) -> None:
+def test_what_is_read_badly_is_warned_of(caplog: pytest.LogCaptureFixture, text: str, said: list[str]) -> None:
     fit = IndexFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
     for number in range(2):
         fit.look(Passage(text, f"p{number}"))

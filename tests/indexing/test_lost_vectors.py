@@ -10,11 +10,10 @@ import chromadb
 import numpy as np
 import pytest
 
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.indexing.index import COLLECTION, PassageCollection, PassageIndex, make_index_passage, open_index
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages
-from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.place import StoreFolder
 from helpers.store import WordBundle, passage
 
@@ -77,9 +76,7 @@ def interrupt(*args: object, **options: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_vectors_come_before_soft_contexts_and_go_after_them(
-    index: PassageIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_come_before_slots_and_go_after_them(index: PassageIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an interruption leaves can be found, and is listed for the next run."""
     made = make_index_passage("A passage of some words.", "file.txt", "/docs")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

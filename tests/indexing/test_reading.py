@@ -59,9 +59,7 @@ def test_a_document_that_takes_too_much_is_skipped_and_not_tried_again(
                 later.read(tmp_path / name)
 
 
-def test_documents_without_readable_text_are_named_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_documents_without_text_are_named_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_pdf(tmp_path / "scan.pdf", b"0 0 m 10 10 l S")
     write_pdf(tmp_path / "locked.pdf", SAID.format("(The report.)").encode(), trailer=LOCK)
     write_pdf(tmp_path / "glyphs.pdf", SAID.format("<000100020003>").encode(), font=FONT_WITHOUT_CHARACTERS)

@@ -7,14 +7,12 @@ import chromadb
 import pytest
 import torch
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import PASSAGES
 from helpers.gguf import write_gguf
 from helpers.models import draw_lora, tiny_config, tiny_llama

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import load_decoder
-from ctx_compress_rag.store import SoftContextStore
 from helpers.decoding import begun, prompts_of, wait_for
 from helpers.engines import EngineTests
 

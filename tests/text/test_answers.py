@@ -84,9 +84,7 @@ def test_a_quotation_has_a_texts_words_whatever_the_white_space() -> None:
         ("南京", "东京", 1 / 2, 1 / 2),
     ],
 )
-def test_f1_of_chinese_and_japanese_counts_characters(
-    prediction: str, answer: str, precision: float, recall: float
-) -> None:
+def test_f1_of_chinese_counts_characters(prediction: str, answer: str, precision: float, recall: float) -> None:
     """As MLQA's evaluation segments Chinese; counted by hand."""
     assert token_f1(prediction, [answer]) == pytest.approx(2 * precision * recall / (precision + recall))
 

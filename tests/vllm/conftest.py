@@ -11,13 +11,9 @@ import httpx
 import pytest
 
 from benchmarks.world import BUNDLE
-from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.decoding.export import export_for_vllm
-from ctx_compress_rag.store import SoftContextStore
-from helpers.llama_index import App
 from helpers.server import free_port
-
-pytest.register_assert_rewrite("integrations.llama_index_app.test_llama_index_engines")
 
 KEY = "vllm-key"
 PYTHON = "CTX_COMPRESS_VLLM"
@@ -83,14 +79,6 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def store(vllm: Server, tmp_path_factory: pytest.TempPathFactory) -> SoftContextStore:
     return SoftContextStore(tmp_path_factory.mktemp("store"), vllm.bundle)
-
-
-@pytest.fixture(scope="module")
-def app(vllm: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """The app that LlamaIndex's own tests ask, its LLM with the server; `app.answer` stays in this process."""
-    app = App(vllm.bundle, tmp_path_factory.mktemp("llama_index"), **vllm.fields)
-    with app.counting():
-        yield app
 
 
 def answers(url: str) -> bool:

@@ -1,20 +1,23 @@
-"""vLLM itself as the engine: the same answers as in this process, streams, stops, counts, faults, and `serve`."""
+"""vLLM itself as the engine: the same answers as in this process, for `serve` and both frameworks, too."""
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from llama_index.core.prompts import PromptTemplate
+from pydantic import BaseModel, Field
 
-from ctx_compress_rag.decoding.decoder import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.store import SoftContextStore
 from helpers.engines import EngineTests
 from helpers.serving import listening
+from langchain_ctx_compress import ChatCompressedContext
+from llama_index.llms.ctx_compress import CompressedContextLLM
 
 PASSAGE = "Here are some facts about Nimbridge. Nimbridge elected Orla Reedwen as its mayor."
 QUESTION = "Who is the mayor of Nimbridge?"
@@ -57,6 +60,24 @@ def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: Decoder, soft: l
         time.sleep(0.2)
     assert vllm.measured("num_requests_running") == 0
     assert there.generate([soft], TOKENS)[0].text
+
+
+class Bridge(BaseModel):
+    """What is asked of a passage."""
+
+    builder: str = Field(max_length=20)
+    material: Literal["stone", "wood"]
+    arches: Literal[1, 2, 3]
+
+
+async def test_both_frameworks_get_an_answer_of_a_form(vllm: Any, store: SoftContextStore) -> None:
+    marker = mark_texts(store, ["The bridge of Velmora is of stone and has two arches."], ratio=4)[0]
+    llm = ChatCompressedContext(store=store, max_tokens=60, **vllm.fields).with_structured_output(Bridge)
+    llama = CompressedContextLLM(store=store, max_tokens=60, **vllm.fields)
+    for asked in ("The bridge?", f"{marker} The bridge?"):
+        answers = [llm.invoke(asked), await llm.ainvoke(asked)]
+        answers.append(await llama.astructured_predict(Bridge, PromptTemplate("{asked}"), asked=asked))
+        assert all(isinstance(answer, Bridge) for answer in answers)
 
 
 async def test_serve_in_front_of_vllm(there: Decoder, here: Decoder, soft: list[dict[str, str]]) -> None:
