@@ -1,4 +1,4 @@
-"""Batches, streams and concurrent calls share forward passes, and each prompt gets what it gets alone."""
+"""Engines: batches, streams and concurrent calls share passes, and each prompt gets what it gets alone."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from ctx_compress_rag import Decoder
+from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError, DecoderMemoryError
@@ -23,7 +23,43 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store.marker import scope
 from helpers import architectures
 from helpers.decoding import QUESTION, WAIT, apart, begun, held, in_thread, wait_for
+from helpers.engines import EngineTests
 from helpers.langchain import TEXTS
+from helpers.serving import listening
+from helpers.vllm import KEY, FakeVllm
+
+
+@pytest.fixture(scope="module")
+def here(decoder: Decoder) -> Decoder:
+    return decoder
+
+
+class TestMerged(EngineTests):
+    @pytest.fixture(scope="class")
+    def there(self, bundle: Any, store: SoftContextStore) -> Decoder:
+        return Decoder(bundle, store, merge=True)
+
+
+class TestVllm(EngineTests):
+    cannot = frozenset({"stop", "sampled", "quotation", "json"})  # the stand-in is greedy; vLLM cannot quote
+
+    @pytest.fixture(scope="class")
+    def there(self, bundle: Any, store: SoftContextStore) -> Iterator[Decoder]:
+        with listening(FakeVllm(bundle).app) as url:
+            yield Decoder(bundle, store, engine=url, api_key=KEY)
+
+
+def test_what_an_engine_does_not_know_is_refused(bundle: Any, make_tiny_bundle: Any) -> None:
+    for engine, options, value in (
+        ("transfomers", {}, "'transfomers'"),
+        ("transformers", {"timeout": 5.0}, "'timeout'"),
+        ("http://localhost:1", {"batch_size": 4}, "'batch_size'"),
+    ):
+        with pytest.raises(ConfigError, match=value):
+            Decoder(bundle, engine=engine, **options)
+    with pytest.raises(ConfigError, match="merge=True"):
+        Decoder(make_tiny_bundle(decoder={"mode": "frozen"}), merge=True)
+
 
 QUESTIONS = [f"What about {name}, and what else? {'Say more. ' * length}" for length, name in enumerate(TEXTS)]
 
@@ -218,6 +254,7 @@ def test_a_program_that_leaves_a_stream_ends_in_peace(talkative: Any, tmp_path: 
     talkative.save_pretrained(tmp_path / "bundle")
     program = """
 import sys
+from ctx_compress_rag import Bundle, Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 decoder = Decoder(Bundle.from_pretrained(sys.argv[1]))
 pieces = decoder.stream("What about it?", Sampling(max_tokens=500))

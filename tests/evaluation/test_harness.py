@@ -1,14 +1,20 @@
-"""The evaluation harness, against answers made and scored one by one."""
+"""The harness, against answers made and scored one by one; several sets; answers kept while they are given."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.world.world import world_examples
+from ctx_compress_rag.data.examples import Example, Turn, spread_examples, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, DataError
+from ctx_compress_rag.evaluation import answering, harness
+from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.answering import (
     BEST,
     DEFAULT,
@@ -18,14 +24,19 @@ from ctx_compress_rag.evaluation.answering import (
     NONE,
     SOFT,
     TRUNCATED,
+    Answers,
+    SystemAnswers,
+    answer_questions,
     answer_with_systems,
     evaluation_stores,
 )
 from ctx_compress_rag.evaluation.baselines import truncate_passages
-from ctx_compress_rag.evaluation.harness import compared_systems, evaluate
-from ctx_compress_rag.evaluation.questions import questions_of
+from ctx_compress_rag.evaluation.harness import compared_systems, evaluate, score_table
+from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting_questions, question_sets
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.models.sentence_embedding import load_embedder
+from ctx_compress_rag.models.sentence_embedding import embed_passages, load_embedder
+from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 
 QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))
@@ -98,3 +109,165 @@ def test_the_engine_is_the_one_that_is_asked_for(tiny_bundle: Any) -> None:
 def test_by_default_the_ratios_that_the_bundle_was_trained_for(tiny_bundle: Any) -> None:
     scored = evaluate(tiny_bundle, QUESTIONS[:2], sentences=False, max_tokens=1)
     assert [s.ratio for s in scored if s.system == SOFT] == tiny_bundle.config.ratios
+
+
+def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
+    rng = np.random.default_rng(0)
+    questions = [Question(("p",), f"q{i}", ("red fox",) if i % 3 else ()) for i in range(30)]
+    said = ["red fox", "fox", "a dog", NO_ANSWER, ""]
+    answers = {
+        key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30, None)
+        for key in ((FULL, None), (NONE, None), (SOFT, 4))
+    }
+    for score in harness.score_answers(questions, answers):
+        texts = answers[score.system, score.ratio].texts
+        asked = [(t, q.answers) for t, q in zip(texts, questions, strict=True) if q.answers]
+        rest = [t for t, q in zip(texts, questions, strict=True) if not q.answers]
+        exact = np.array([exact_match(t, a) for t, a in asked])
+        assert score.f1 == pytest.approx(np.mean([token_f1(t, a) for t, a in asked]))
+        assert score.exact_match == pytest.approx(exact.mean())
+        assert score.exact_match_error == pytest.approx(exact.std(ddof=1) / len(exact) ** 0.5)
+        assert score.declined == pytest.approx(np.mean([t in ("", NO_ANSWER) for t in rest]))
+        assert score.wrongly_declined == pytest.approx(np.mean([t in ("", NO_ANSWER) for t, _ in asked]))
+        assert f"{score.declined:.3f} ±" in score_table([score])
+
+
+def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_jsonl(tmp_path / f"set{number}.jsonl", world_examples("test", number, 3, max_turns=1, passages=(1,)))
+    with (tmp_path / "set2.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "Why?", "answers": [], "context": "Nobody knows."}) + "\n")
+        file.write(json.dumps({"question": "Why?", "answers": ["so"], "context": "word " * 2000}) + "\n")
+    files = [str(tmp_path / f"set{n}.jsonl") for n in (1, 2)]
+    sets = question_sets(files, 9)
+    assert {name: len(questions) for name, questions in sets.items()} == {"set1": 3, "set2": 5}
+    assert len(fitting_questions(tiny_bundle, sets["set2"])) == 4
+    scored = evaluate_sets(tiny_bundle, sets, (4, 32), tmp_path / "out", sentences=False)
+    assert "3 questions from set1" in scored["set1"].text
+    assert "4 questions from set2 (1 are longer than the window); not trained for 32x" in scored["set2"].text
+    saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
+    assert (saved["questions"], saved["too_long"]) == (4, 1)
+    assert all(row["declined"] is not None for row in saved["scores"])
+    with pytest.raises(DataError, match="'set1'"):
+        question_sets([files[0], files[0]], 9)
+
+
+def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path) -> None:
+    examples = world_examples("test", 0, 40, max_turns=1, passages=(1,))
+    examples.append(Example(tuple(f"own {n}" for n in range(6)), (Turn("own?", ("a",)),)))
+    write_jsonl(tmp_path / "set.jsonl", examples)
+    [asked] = question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4).values()
+    assert [q.question for q in asked] == [e.turns[0].question for e in examples]
+    assert asked[-1].passages == examples[-1].passages
+    written = list(dict.fromkeys(passage for e in examples for passage in e.passages))
+    vectors = dict(zip(written, embed_passages(written), strict=True))
+    places = set()
+    for q, example in zip(asked[:-1], examples, strict=False):
+        [own] = example.passages
+        others = [p for p in written if p != own and not mentions_answer(p, q.answers)]
+        nearest = sorted(others, key=lambda other: -float(vectors[own] @ vectors[other]))[:3]
+        assert sorted(q.passages) == sorted([own, *nearest])
+        places.add(q.passages.index(own))
+    assert places == {0, 1, 2, 3}
+    assert question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4)["set"] == asked
+
+
+def test_a_limit_spreads_over_the_file() -> None:
+    questions = [Question((), str(i), ()) for i in range(100)]
+    assert [int(q.question) for q in spread_examples(questions, 5)] == [0, 20, 40, 60, 80]
+    assert spread_examples(questions, 200) == questions
+
+
+LOGGED = questions_of(world_examples("test", 0, 5, max_turns=1, passages=(1,)))
+RATIOS, AT_ONCE = (4, 8), 2
+CALLS = 6 * 3  # full text, nothing, and two systems at two ratios; 5 questions, 2 at once
+
+
+class Asked:
+    """Counts calls of the decoder, and interrupts one of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls, self.last = 0, CALLS + 1
+        real = Decoder.generate
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if self.calls == self.last:
+                raise KeyboardInterrupt
+            self.calls += 1
+            return real(*args, **kwargs)
+
+        patch.setattr(Decoder, "generate", generate)
+        patch.setattr(answering, "_AT_ONCE", AT_ONCE)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def scored(bundle: Any, questions: list[Question], log: Path | None, **options: Any) -> SystemAnswers:
+    return answer_questions(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_tokens=4, log=log, **options)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_bundle: Any) -> SystemAnswers:
+    """Without a log, and in one go."""
+    with pytest.MonkeyPatch.context() as patch:
+        asked = Asked(patch)
+        made = scored(tiny_bundle, LOGGED, None)
+    assert asked.calls == CALLS
+    return made
+
+
+@pytest.mark.parametrize("stopped_at", [0, 1, 7, CALLS - 1])
+def test_an_interrupted_run_continues_from_its_answers(
+    tiny_bundle: Any, plain: SystemAnswers, asked: Asked, tmp_path: Path, stopped_at: int
+) -> None:
+    asked.last = stopped_at
+    log = tmp_path / "answers.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        scored(tiny_bundle, LOGGED, log)
+    with log.open("ab") as file:
+        file.write(b'{"system": "full te')  # the line that a kill cut off
+    asked.last = CALLS + 1
+    assert scored(tiny_bundle, LOGGED, log) == plain
+    assert asked.calls == CALLS
+
+
+def test_answers_of_another_run_are_not_taken(tiny_bundle: Any, asked: Asked, tmp_path: Path) -> None:
+    log = tmp_path / "answers.jsonl"
+    scored(tiny_bundle, LOGGED, log)
+    for others, options in ((LOGGED[:4], {}), (LOGGED, {"extractive": True}), (LOGGED, {})):
+        asked.calls = 0
+        scored(tiny_bundle, others, log, **options)
+        assert asked.calls == 6 * -(-len(others) // AT_ONCE)
+
+
+def test_any_text_is_read_back(tmp_path: Path) -> None:
+    odd = ["two\nlines", "\u2028\x85\x0b\x1c", "", "{}", "🦀 \r"]
+    asked = [Question((), "\u2029?", tuple(odd))] * len(odd)
+    log = AnswerLog(tmp_path / "log", {"run": 1}, asked)
+    log.add((FULL, None), asked, [(text, 7) for text in odd])
+    assert AnswerLog(tmp_path / "log", {"run": 1}, asked).given((FULL, None)) == [(text, 7) for text in odd]
+    assert AnswerLog(tmp_path / "log", {"run": 2}, asked).given((FULL, None)) == []
+
+
+@pytest.mark.parametrize("change", ["a line is deleted", "lines are there twice", "a line is damaged"])
+def test_answers_stay_with_their_questions(
+    tiny_bundle: Any, plain: SystemAnswers, asked: Asked, tmp_path: Path, change: str
+) -> None:
+    """Also in a file that a person edited, or that two processes wrote."""
+    log = tmp_path / "answers.jsonl"
+    scored(tiny_bundle, LOGGED, log)
+    lines = log.read_bytes().splitlines(keepends=True)
+    changed = {
+        "a line is deleted": lines[:2] + lines[3:],
+        "lines are there twice": lines[:6] + lines[1:],
+        "a line is damaged": [*lines[:2], b"{}\n", b"[]\n", *lines[2:]],
+    }
+    log.write_bytes(b"".join(changed[change]))
+    asked.calls = 0
+    assert scored(tiny_bundle, LOGGED, log) == plain
+    assert len(log.read_bytes().splitlines()) == len(lines)
+    _, *rows = map(json.loads, log.read_text().splitlines())
+    assert [row["answer"] for row in rows if row["system"] == FULL] == plain[FULL, None].texts

@@ -3,12 +3,13 @@
 import torch
 
 from benchmarks.crashes.words import WordBundle, passage
-from ctx_compress_rag import SoftContext, SoftContextStore
-from ctx_compress_rag.store import AddReport
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.store import AddReport, SoftContextStore
 
 WRITE = """
 import sys
 from helpers.store import WordBundle, passage
+from ctx_compress_rag.store import SoftContextStore
 """
 """The beginning of a program for `helpers.forked`."""
 

@@ -1,8 +1,9 @@
-"""From files to passages to an index, with real files, MiniLM and Chroma on disk."""
+"""From files to passages to an index, with real files, MiniLM and Chroma on disk; and the demo."""
 
 import logging
 import shutil
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import chromadb
@@ -14,14 +15,18 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense
 
 from ctx_compress_rag import Bundle, Passage
+from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
 from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk_text
+from ctx_compress_rag.indexing.demo import run_demo
+from ctx_compress_rag.indexing.demo_corpus import wikipedia_corpus
 from ctx_compress_rag.indexing.fit import IndexFit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
 from ctx_compress_rag.models.sentence_embedding import load_embedder
+from ctx_compress_rag.text.answers import token_f1
 from helpers.cli import contents, paragraphs, write_docs, write_documents
 
 
@@ -333,3 +338,53 @@ def test_a_collection_of_someone_else_is_left_alone(tmp_path: Path, bundle_folde
     client.close()
     with pytest.raises(StoreError, match="not made by `ctx-compress index`"):
         open_index(tmp_path, str(bundle_folder), create=True)
+
+
+def test_the_paragraphs_of_wikipedia_hold_the_answers() -> None:
+    corpus = wikipedia_corpus()
+    assert (len(corpus.passages), len(corpus.questions)) == (24, 12)
+    text_of = {passage.id: passage.text for passage in corpus.passages}
+    for question in corpus.questions:
+        assert any(answer in text_of[question.needs] for answer in question.answers)
+
+
+@pytest.mark.slow
+def test_the_english_bundle_reads_wikipedia(tmp_path: Path) -> None:
+    report = run_demo(tmp_path / "chroma")
+    full, *soft, none = report.systems
+    assert report.retrieved >= 11
+    assert min(full.score, soft[0].score) > soft[-1].score > none.score
+
+
+def test_the_report_is_of_one_store_and_one_decoder_and_a_second_run_compresses_nothing(
+    bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "chroma"
+    report = run_demo(folder, str(bundle_folder))
+    assert (report.stored.added, report.stored.unchanged) == (24, 0)
+    labels = {"full text": None, "compressed 4x": 4, "compressed 8x": 8, "compressed 16x": 16, "no context": None}
+    assert [(system.label, system.ratio) for system in report.systems] == list(labels.items())
+    assert report.retrieved >= 11
+    full, *soft, none = report.systems
+    for system in report.systems:
+        expected = [token_f1(a, q.answers) for a, q in zip(system.answers, wikipedia_corpus().questions, strict=True)]
+        assert (system.scores, system.score) == (pytest.approx(expected), pytest.approx(mean(expected)))
+        assert system.first_token_ms > 0
+    assert any(full.answers)
+    assert full.prompt_tokens > soft[0].prompt_tokens > soft[1].prompt_tokens > soft[2].prompt_tokens
+    assert soft[2].prompt_tokens > none.prompt_tokens
+    sixteenth = (full.prompt_tokens - none.prompt_tokens) / 16
+    assert sixteenth - 1 <= soft[2].prompt_tokens - none.prompt_tokens <= sixteenth + 8
+    assert full.stored_bytes == sum(len(passage.text.encode()) for passage in wikipedia_corpus().passages)
+    assert len({system.stored_bytes for system in soft}) == 1 and none.stored_bytes == 0
+
+    monkeypatch.setattr(Bundle, "compress", lambda *args, **kwargs: pytest.fail("compressed again"))
+    capsys.readouterr()
+    assert main(["demo", "--store", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"all 24 passages found in {folder}: nothing compressed" in out
+    for system in report.systems:
+        line = next(line for line in out.splitlines() if line.startswith(f"{system.label}  "))
+        assert f"{system.score:.2f}" in line and f"{system.stored_bytes:,}" in line
+    for question in wikipedia_corpus().questions:
+        assert question.text[:40] in out
