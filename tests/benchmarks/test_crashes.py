@@ -23,6 +23,7 @@ def test_a_little_of_each_part_counts_no_fault(part: str, count: int) -> None:
     assert "(must be 0)" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_loss_and_a_wrong_passage_are_counted(tmp_path: Path) -> None:
     """In a folder where one kept passage was deleted and another stands for a text it was not made of."""
     folders.make(tmp_path)

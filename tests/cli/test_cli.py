@@ -18,7 +18,7 @@ from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from helpers.cli import assert_same_contents, contents, write_docs
-from helpers.forked import COMMAND, run_python
+from helpers.forked import run_python
 from helpers.store import WordBundle
 
 QUESTION = "Who is the mayor of the town?"
@@ -137,16 +137,19 @@ def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(run: Any, bundle_fo
     assert "0 passages compressed, 1 unchanged" in run.out
 
 
-def test_what_the_output_cannot_encode_is_a_question_mark(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
+def test_what_the_output_cannot_encode_is_a_question_mark(
+    run: Any, bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a Windows console, or a pipe from there."""
     docs, target = tmp_path / "docs", tmp_path / "chroma"
     docs.mkdir()
     (docs / "a.txt").write_text("Köln 東京", encoding="utf-8")
     assert run("index", docs, "--store", target, "--bundle", bundle_folder) == 0
-    command = [sys.executable, "-c", COMMAND, "ask", QUESTION, "--store", target]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
-    assert done.returncode == 0 and b"Loading" not in done.stderr, done.stderr
-    assert done.stdout.decode("cp1252").splitlines()[-1] == "    Köln ??"
+    console = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr("sys.stdout", console)
+    assert main(["ask", QUESTION, "--store", str(target)]) == 0
+    console.seek(0)
+    assert console.read().splitlines()[-1] == "    Köln ??"
 
 
 def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:

@@ -17,7 +17,7 @@ from sentence_transformers.models import Dense
 from ctx_compress_rag import Bundle, Passage
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import ConfigError, StoreError
-from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build
+from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build, demo
 from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk_text
 from ctx_compress_rag.indexing.demo import run_demo
@@ -359,6 +359,7 @@ def test_the_english_bundle_reads_wikipedia(tmp_path: Path) -> None:
 def test_the_report_is_of_one_store_and_one_decoder_and_a_second_run_compresses_nothing(
     bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo, "_ANSWER_TOKENS", 6)
     folder = tmp_path / "chroma"
     report = run_demo(folder, str(bundle_folder))
     assert (report.stored.added, report.stored.unchanged) == (24, 0)

@@ -146,27 +146,31 @@ READ = """
 import json, sys
 from ctx_compress_rag.indexing.inputs import open_index_input
 
-given = open_index_input(sys.argv[1])
-read = [text.source for text in given.texts()]
-print(json.dumps([read, [given.cannot_read(source) for source in sys.argv[2:]], given.skipped()]))
+for folder in sys.argv[1:]:
+    given = open_index_input(folder)
+    read = [text.source for text in given.texts()]
+    cannot = [given.cannot_read(source) for source in ("closed/a.txt", "closed.txt", "gone.txt")]
+    print(json.dumps([read, cannot, given.skipped()]))
 """
 
 
-@pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_what_is_in_a_folder_that_cannot_be_read_is_not_gone(tmp_path: Path, mode: int) -> None:
+def test_what_is_in_a_folder_that_cannot_be_read_is_not_gone(tmp_path: Path) -> None:
     """`--prune` removed it. A folder of the second kind can be listed, but its files cannot be opened."""
-    for name in ("closed/a.txt", "closed.txt", "open.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("A text.")
-    (tmp_path / "closed").chmod(mode)
-    command = [*without_rights(), sys.executable, "-c", READ, tmp_path, "closed/a.txt", "closed.txt", "gone.txt"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    (tmp_path / "closed").chmod(0o755)
+    kinds = {tmp_path / "none": 0o000, tmp_path / "listed": 0o444}
+    for folder, mode in kinds.items():
+        (folder / "closed").mkdir(parents=True)
+        for name in ("closed/a.txt", "closed.txt", "open.txt"):
+            (folder / name).write_text("A text.")
+        (folder / "closed").chmod(mode)
+    done = subprocess.run([*without_rights(), sys.executable, "-c", READ, *kinds], capture_output=True, text=True)
+    for folder in kinds:
+        (folder / "closed").chmod(0o755)
     assert done.returncode == 0, done.stderr
-    read, cannot, skipped = json.loads(done.stdout)
-    assert (read, cannot) == (["closed.txt", "open.txt"], [True, False, False])
-    assert skipped == f"skipped: 1 {'.txt' if mode else 'folders'}"
-    assert f"closed{'/a.txt' if mode else ''}': it cannot be read (Permission denied)" in done.stderr
+    for said, what, named in zip(done.stdout.splitlines(), ("folders", ".txt"), ("", "/a.txt"), strict=True):
+        read, cannot, skipped = json.loads(said)
+        assert (read, cannot) == (["closed.txt", "open.txt"], [True, False, False])
+        assert skipped == f"skipped: 1 {what}"
+        assert f"closed{named}': it cannot be read (Permission denied)" in done.stderr
 
 
 def test_no_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
