@@ -1,6 +1,10 @@
-"""What the measurements count is right, and what they time is what is named; and the command for a lent accelerator."""
+"""What the measurements count is right, and what they time is what is named; the lent accelerator, and the crashes."""
 
 import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.__main__ import main
+from benchmarks.crashes import folders
 from benchmarks.timing.cost import measure
 from benchmarks.timing.speed import first_token, indexing_speed
 from benchmarks.timing.training_speed import training_speed
@@ -18,6 +23,7 @@ from ctx_compress_rag.evaluation.answering import FULL, SOFT, question_chat
 from ctx_compress_rag.evaluation.questions import questions_of
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.text.templates import TEMPLATES
+from helpers.store import WordBundle, passage
 from helpers.training import save_decoder, settings_of
 
 LAYERS, WIDTH = 2, 32
@@ -113,3 +119,31 @@ def test_parts_run_once_and_say_what_became_of_them(tmp_path: Path, tiny_tokeniz
     recipe.write_text(yaml.safe_dump(settings_of(decoder, "packed", tmp_path / "run", {"steps": 1})))
     assert states("9") == {"bundle": "done", "speed tiny": "done"}
     assert (tmp_path / "run" / "bundle").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="kills need Linux and a C compiler")
+@pytest.mark.parametrize(("part", "count"), [("kills", 20), ("stress", 2), ("files", 10)])
+def test_a_little_of_each_part_counts_no_fault(part: str, count: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.crashes.commands", part, str(count)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done
+    assert "(must be 0)" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_loss_and_a_wrong_passage_are_counted(tmp_path: Path) -> None:
+    """In a folder where one kept passage was deleted and another stands for a text it was not made of."""
+    folders.make(tmp_path)
+    assert +folders.look(tmp_path) == Counter(read=206)
+
+    class Mistaken(WordBundle):
+        def compress(self, texts: list[str], ratio: int | None = None) -> list[object]:
+            return super().compress([passage(99)] * len(texts), ratio)
+
+    with SoftContextStore(tmp_path, Mistaken(), key=folders.KEY) as store:
+        store.delete(["p7", "p8"])
+        store.add([folders.text_of(8)], ["p8"], progress=False)
+    found = folders.look(tmp_path)
+    assert found["missing"] == 1 and found["wrong"] == 1 and found["lost"] == 2
+    assert folders.look(tmp_path)["missing"] == 0  # mended by the first look
