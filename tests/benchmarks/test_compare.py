@@ -23,7 +23,7 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.training.examples import load_training_examples
-from helpers.comprexit import comprexit_bundle
+from helpers.methods import comprexit_bundle
 from helpers.models import draw_lora, save_tiny_llama
 from helpers.training import killed, settings_of
 
@@ -148,20 +148,6 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
     report = (finished / "compare.md").read_text()
     assert report.startswith("# 4 test questions, 12 examples of training\n")
     assert "Questions of test.jsonl" in report and f"with the LoRA of {files / 'teacher'} merged" in report
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"data": {"seed": 1}}, "test_sha256"), ({"entries": {"pooled": {"settings": {"seed": 5}}}}, "has changed since")],
-)
-def test_results_of_another_comparison_are_not_reported(
-    finished: Path, command: list[str], settings: dict[str, Any], tmp_path: Path, capsys: Any, changes: Any, named: str
-) -> None:
-    file, report = tmp_path / "changed.yaml", (finished / "compare.md").read_text()
-    file.write_text(yaml.safe_dump(merged(settings, changes)))
-    assert main([command[0], str(file), *command[2:], "--output", str(finished)]) == 2
-    assert named in capsys.readouterr().err
-    assert (finished / "compare.md").read_text() == report
 
 
 COUNT = 40

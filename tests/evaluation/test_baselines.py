@@ -16,7 +16,7 @@ from ctx_compress_rag.evaluation.statistics import standard_error, teacher_norma
 from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.models.sentence_embedding import load_embedder
 from helpers import architectures
-from helpers.sentences import unigram
+from helpers.methods import unigram
 
 PASSAGES = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea. Her first job was at the salt works of Pell.",

@@ -3,14 +3,20 @@
 They are forks of one process, started when it is first needed, that has imported this much and opened nothing.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import wait
 from typing import Any, Self
+
+from helpers.server import free_port
 
 FORKS: Any = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["ctx_compress_rag.indexing.build", "sentence_transformers", "peft"])
@@ -69,3 +75,52 @@ class Forked:
 def run_python(code: str, *args: object, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     with Forked(code, *args, env=env) as process:
         return process.finished()
+
+
+_PROCESS = """
+import json, sys
+from helpers.forked import run_tasks
+run_tasks(json.loads(sys.argv[1]))
+"""
+
+
+def run_by(count: int, *tasks: tuple[Any, ...]) -> None:
+    """Each process runs the tasks in turn.
+
+    Args:
+        count: how many processes.
+        tasks: ("train", recipe); ("kill", recipe, steps), which breaks it off after so many; ("hurry", recipe), which
+            only the first process has no time for.
+    """
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with ExitStack() as running:  # those that wait for one that failed are killed
+        left = {}
+        for rank in range(count):
+            env = {key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            process = running.enter_context(Forked(_PROCESS, json.dumps(tasks, default=str), env=env))
+            left[process.sentinel] = process
+        while left:
+            for sentinel in wait(list(left)):
+                done = left.pop(sentinel).finished()
+                assert done.returncode == 0, done.stderr[-4000:]
+
+
+def run_tasks(tasks: list[Any]) -> None:
+    """What one of the processes does; the environment says which it is."""
+    import pytest
+    import torch
+
+    from ctx_compress_rag.errors import TimeUpError
+    from ctx_compress_rag.training.run import run_recipe
+    from helpers.training import killed
+
+    torch.set_num_threads(1)
+    for what, recipe, *after in tasks:
+        if what == "kill":
+            with killed(after[0]):
+                run_recipe(recipe)
+        elif what == "hurry":
+            with pytest.raises(TimeUpError):
+                run_recipe(recipe, deadline=time.monotonic() + (0.1 if os.environ["RANK"] == "0" else 3600))
+        else:
+            run_recipe(recipe)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from helpers.methods import MATRIX, PASSAGES, trained
-from helpers.sentences import save_encoder
+from helpers.methods import MATRIX, PASSAGES, save_encoder, trained
 
 
 @pytest.fixture(scope="module")

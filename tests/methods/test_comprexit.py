@@ -17,7 +17,7 @@ from ctx_compress_rag.methods.base.compressor import pad_token_ids
 from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig, sinkhorn
 from ctx_compress_rag.models.backbone import Backbone
 from helpers import architectures
-from helpers.comprexit import SMALL, blocks_outputs, comprexit_bundle, encode, some_ids
+from helpers.methods import SMALL, blocks_outputs, comprexit_bundle, encode, some_ids
 
 
 @pytest.fixture(scope="module")

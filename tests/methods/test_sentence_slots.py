@@ -20,8 +20,8 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceEncoder, SentenceSlotsConfig
 from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.text.sentences import split_sentences, split_units
+from helpers.methods import DIM, save_encoder, unigram
 from helpers.models import tiny_config
-from helpers.sentences import DIM, save_encoder, unigram
 
 TEXTS = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea! Her first job was at the salt works of Pell, "

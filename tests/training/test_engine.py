@@ -33,9 +33,8 @@ from ctx_compress_rag.training.recipe import load_recipe, parse_recipe
 from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerRecipe
 from ctx_compress_rag.training.stages.compression import make_compression_job
-from helpers.forked import COMMAND, Forked
+from helpers.forked import COMMAND, Forked, run_by
 from helpers.models import save_tiny_llama
-from helpers.processes import run_by
 from helpers.training import UNLIKE, killed, losses, report, saved_weights, settings_of, write_recipe
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

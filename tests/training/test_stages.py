@@ -30,9 +30,9 @@ from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLo
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers import architectures
 from helpers.arcaligner import LORA, make_reader, prompts, read
+from helpers.methods import DIM, save_encoder
 from helpers.models import widen
 from helpers.ram import EXAMPLES, PLAIN, after_hole, collator, objective, plain_ids, ram_bundle
-from helpers.sentences import DIM, save_encoder
 from helpers.training import report, write_recipe
 
 
