@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
@@ -180,11 +180,11 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             )
         return super().configurable_fields(**fields)
 
-    def _resolve_model_profile(self) -> Any:  # the oldest langchain-core lacks its class
-        bundle = self.store.bundle
-        window = bundle.backbone.window if isinstance(bundle, Bundle) else None
-        limits = {} if window is None else {"max_input_tokens": window, "max_output_tokens": window}
-        return {"structured_output": True, "tool_calling": False, **limits}
+    def _resolve_model_profile(self) -> ModelProfile:
+        bundle, profile = self.store.bundle, ModelProfile(structured_output=True, tool_calling=False)
+        if isinstance(bundle, Bundle) and (window := bundle.backbone.window) is not None:
+            profile |= {"max_input_tokens": window, "max_output_tokens": window}
+        return profile
 
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: Any = None, **kwargs: Any
