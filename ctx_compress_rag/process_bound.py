@@ -1,7 +1,5 @@
 """The base class of objects that hold a model or an open store."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn, Self
 
 from ctx_compress_rag.errors import ConfigError

@@ -1,10 +1,8 @@
 """Prompts as a decoder reads them, made of token ids and slots, with a mask of the tokens that are answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -64,7 +62,7 @@ class Prompt:
         """Return a mask, bool (length,), that is True at the places of vectors."""
         return torch.cat([torch.full((len(p),), p.is_floating_point()) for p in self.pieces])
 
-    def then(self, answer: Tensor) -> Prompt:
+    def then(self, answer: Tensor) -> Self:
         """Return a copy of the prompt with an answer's token ids (L,) appended."""
         flags = torch.ones(len(answer), dtype=torch.bool)
         return replace(self, pieces=(*self.pieces, answer), answers=torch.cat((self.answers, flags)))
@@ -78,7 +76,7 @@ class PromptTemplate:
     answers: tuple[Tensor, ...]  # bool masks of the same lengths, True on the answers' tokens
 
     @classmethod
-    def without_answers(cls, ids: Sequence[Tensor]) -> PromptTemplate:
+    def without_answers(cls, ids: Sequence[Tensor]) -> Self:
         return cls(tuple(ids), tuple(torch.zeros(len(part), dtype=torch.bool) for part in ids))
 
     def fill(self, slots: Sequence[Tensor]) -> Prompt:

@@ -1,7 +1,5 @@
 """The base class of settings, checks of arguments, and descriptions of wrong values for error messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Writes docs/picture.svg, the picture of the README: python docs/picture.py."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `accelerator`: all that needs one, part after part, resumable; results are written as it goes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

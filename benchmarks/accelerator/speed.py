@@ -1,7 +1,5 @@
 """Speed and memory of decoders with random weights: `python -m benchmarks.accelerator.speed SHAPE`."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """The command `adapt-eval`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

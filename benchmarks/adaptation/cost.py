@@ -1,7 +1,5 @@
 """Cost of adapting to demonstrations and of answering: milliseconds and floating-point operations per question."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median

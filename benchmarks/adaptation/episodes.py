@@ -1,7 +1,5 @@
 """Episodes to score with: each question of a file once, and demonstrations from another part of the file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """HyperTuning, a baseline of section 5.3: the predictor is trained on answers, not on gradient descent's updates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

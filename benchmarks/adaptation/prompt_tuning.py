@@ -1,7 +1,5 @@
 """Prompt tuning (Lester et al., 2021), a baseline of section 5.3: a soft prefix, whatever the demonstrations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Score ways to follow demonstrations, with the cost of each, for `python -m benchmarks adapt-eval`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """The control of a comparison: questions with passages that do not answer them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The decoder that all entries of a comparison start from, and the hashes that identify it."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Not in the papers, which do not say how their maps are initialized. A frozen dec
 like its embeddings, and a small one hardly gets there from a random map.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

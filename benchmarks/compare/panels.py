@@ -1,7 +1,5 @@
 """Several plots of score against compression ratio side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table, the plot and the papers' orderings, from a comparison's results so far."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ In the output folder, `run.json` says what is compared, `decoder/` is the decode
 with a result is not trained again; an interrupted one resumes from its last checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass

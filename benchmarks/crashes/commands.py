@@ -1,7 +1,5 @@
 """`python -m benchmarks.crashes.commands [PART [COUNT]]`: run a part of the laboratory, or all; print the counts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

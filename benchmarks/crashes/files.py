@@ -3,8 +3,6 @@
 Where SQLite finds its file malformed, Chroma's engine may panic twice and abort the process; no Python can catch that.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections import Counter

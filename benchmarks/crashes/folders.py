@@ -3,8 +3,6 @@
 The parent never opens Chroma: each job is done in a child of its own, which may die.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

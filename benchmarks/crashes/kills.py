@@ -3,8 +3,6 @@
 Needs `kill_at.c` compiled and in LD_PRELOAD, as `__main__.py` does it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Several processes on one store folder, round after round: writers that keep their object, and readers."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import random

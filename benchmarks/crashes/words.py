@@ -1,7 +1,5 @@
 """A small deterministic bundle: hashed word vectors, truly mean-pooled. The store's tests use it, too."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Convert the papers' data sets, from their published files or the hub, to JSONL for training and evaluation."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """The commands `eval`, with the tables of the papers, and `confidence`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """A threshold on the mean log-probability of an answer: what it does where questions have no answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

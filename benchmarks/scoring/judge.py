@@ -1,7 +1,5 @@
 """A language model's verdict on answers, right or wrong, in addition to metrics that compare words."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import re

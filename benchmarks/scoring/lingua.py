@@ -1,7 +1,5 @@
 """The baseline LLMLingua-2: the passages without the words that a classifier finds unimportant."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Differences between systems that answered the same questions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reconstruction perplexity: how well the decoder reconstructs passages from their slots (ArcAligner, section 4.7)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Tables of the papers, beside those of `ctx-compress eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean

@@ -1,7 +1,5 @@
 """The commands `several-data` and `several-mix`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

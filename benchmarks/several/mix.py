@@ -1,7 +1,5 @@
 """The weighted mean of two bundles' weights."""
 
-from __future__ import annotations
-
 import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle

@@ -1,7 +1,5 @@
 """Prompts of several passages whose distractors are the nearest neighbors of the right one."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Speed with several callers against one batch, and with one against transformers' own `generate`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Cost of a question until its answer begins, with any kind of context: seconds and floating-point operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial

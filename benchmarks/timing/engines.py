@@ -1,7 +1,5 @@
 """llama.cpp beside transformers: the same answers, how well, and how much sooner."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Time and floating-point operations of systems that answer in two phases: preparing, and answering."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What compression costs and saves: indexing against the encoder alone, first token against full text."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Speed of packed training steps against a plain peft step on the same rows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

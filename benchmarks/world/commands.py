@@ -1,7 +1,5 @@
 """Commands that write the invented world's data to files, and train on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -11,8 +11,6 @@ when only its attention is adapted; and so that they show at an answer's end, wh
 predictor sees of it. In such a small decoder, that state holds little more than the last two words.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from itertools import product

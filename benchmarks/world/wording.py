@@ -1,7 +1,5 @@
 """The words of the invented world: names, attributes, and how they are stated and asked."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Passages of one world refer to each other (a person is born in a town that has a
 own), which gives questions that need two passages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Adapted decoders, which share the original's weights and put an adapter of their own on top."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,9 +1,7 @@
 """The settings in recipes for adaptation."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -51,7 +49,7 @@ class AdaptationRecipe(BaseRecipe):
     data: TaskData
 
     @model_validator(mode="after")
-    def _one_decoder(self) -> AdaptationRecipe:
+    def _one_decoder(self) -> Self:
         if (self.decoder is None) == (self.bundle is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle")
         return self

@@ -1,7 +1,5 @@
 """Demonstrations: a question with its passages and its answer, and the chat messages made from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ctx_compress_rag.errors import ConfigError, short_repr

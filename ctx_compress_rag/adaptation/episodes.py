@@ -1,7 +1,5 @@
 """Tasks, and episodes drawn from them: demonstrations of a task, and a question of the same task."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

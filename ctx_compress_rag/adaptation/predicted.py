@@ -1,12 +1,10 @@
 """RAG-GD: a predictor maps demonstrations to an update in one pass (In-Context Optimization, section 5.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from safetensors.torch import save_file
@@ -143,7 +141,7 @@ class PredictedUpdate(Adaptation):
     config: PredictorConfig
 
     @classmethod
-    def build(cls, base: Adapter, decoder: PlainDecoder, config: PredictorConfig) -> PredictedUpdate:
+    def build(cls, base: Adapter, decoder: PlainDecoder, config: PredictorConfig) -> Self:
         """Make a `PredictedUpdate` with an untrained predictor, for this decoder and its base retrieval adapter."""
         dim = int(decoder.backbone.model.config.get_text_config().hidden_size)
         predictor = UpdatePredictor(dim, base.shapes, base.rank, config.hidden, config.code)
@@ -183,7 +181,7 @@ class PredictedUpdate(Adaptation):
         (folder / CONFIG_FILE).write_text(self.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, decoder: Decoder) -> PredictedUpdate:
+    def from_pretrained(cls, folder: str | Path, decoder: Decoder) -> Self:
         """Read what `save_pretrained` wrote, for `decoder` (for an LLM, `llm.decoder`).
 
         Raises BundleError if the predictor is missing, damaged, or made for another decoder.

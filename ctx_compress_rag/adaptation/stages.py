@@ -1,7 +1,5 @@
 """The stages that train the base retrieval adapter and the update predictor. The decoder stays frozen."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

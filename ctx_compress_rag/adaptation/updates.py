@@ -1,7 +1,5 @@
 """The update of gradient descent (In-Context Optimization, section 5.1, eq. 8), and the loss that compares updates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The model card (README.md) in every bundle's folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

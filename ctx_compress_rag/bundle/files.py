@@ -1,7 +1,5 @@
 """The files in a bundle's folder, and how the folder is found and its files are read."""
 
-from __future__ import annotations
-
 import json
 import stat
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The fingerprint of a bundle, which ties a store to the bundle that made its slots."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Run the command line, `ctx-compress`; each command has a file, which reads arguments, calls one module and prints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The command `ctx-compress agree`, which compares answers from slots and from text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The command `ctx-compress backup`, which copies an index."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

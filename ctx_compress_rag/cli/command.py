@@ -1,7 +1,5 @@
 """Register commands with an example in the help, `--verbose`, lists of values, and errors on one line."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import logging

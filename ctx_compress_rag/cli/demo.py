@@ -1,7 +1,5 @@
 """The command `ctx-compress demo`, which tries contexts of several kinds on a small corpus and a dozen questions."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

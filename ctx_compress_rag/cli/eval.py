@@ -1,7 +1,5 @@
 """The command `ctx-compress eval`, which scores a bundle beside its baselines."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

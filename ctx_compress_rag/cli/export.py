@@ -1,7 +1,5 @@
 """The command `ctx-compress export`, which writes a bundle's decoder for vLLM or llama.cpp."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

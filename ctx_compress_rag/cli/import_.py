@@ -1,7 +1,5 @@
 """The command `ctx-compress import`, which makes a bundle of a published compressor."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """The command `ctx-compress index`, which compresses files, or an app's collection, into a Chroma folder."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """The command `ctx-compress info`, which prints what an index holds."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

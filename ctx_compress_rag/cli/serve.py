@@ -1,7 +1,5 @@
 """The command `ctx-compress serve`, which runs an OpenAI-compatible server on an index."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Define options and checks that several commands share."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The command `ctx-compress train`, which runs recipes."""
 
-from __future__ import annotations
-
 import time
 from typing import Annotated
 

@@ -1,8 +1,7 @@
 """Settings of a recipe's data: plain text, mixing of questions into prompts, a part of the examples, sources."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -41,7 +40,7 @@ class MixData(Strict):
     unanswerable: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _possible(self) -> MixData:
+    def _possible(self) -> Self:
         if min(self.passages) < 1:
             raise ValueError(f"passages contains {min(self.passages)}: give numbers of at least 1")
         if self.shortest > self.longest:

@@ -1,7 +1,5 @@
 """Examples for training and evaluation, and the files that hold them: JSONL, or plain text to train on."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

@@ -6,8 +6,6 @@ copied words in a row always count, whatever stands around them. (GPT-3 and late
 question is left out if it has the same words as a held-out question.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Sequence

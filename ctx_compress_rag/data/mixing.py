@@ -1,7 +1,5 @@
 """Turn question-answering examples into realistic prompts: longer passages, distractors, unanswerable questions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

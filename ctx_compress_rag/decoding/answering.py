@@ -1,7 +1,5 @@
 """Choose an answer's tokens one by one from a model's scores, and find where the answer's text ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

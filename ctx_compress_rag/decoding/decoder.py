@@ -1,7 +1,5 @@
 """Answer prompts that have markers with a bundle's decoder, which one of several engines runs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Write a bundle's decoder and adapters as files for a vLLM server."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

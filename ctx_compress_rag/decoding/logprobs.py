@@ -1,7 +1,5 @@
 """Record the log-probabilities of an answer's tokens, and convert them from and to OpenAI's formats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -3,8 +3,6 @@
 Slots tell a decoder roughly what a passage says, so it misspells names and numbers. The store has the exact text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Say how a decoder generates text, and what an answer holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

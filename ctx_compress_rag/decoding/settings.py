@@ -4,8 +4,6 @@ Settings that change scores, and `stop_strings`, act in every answer, as in tran
 choose tokens (`do_sample`, `temperature`, `top_p`, ...) do not act, because `Sampling` has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Splice token ids and slots into one `inputs_embeds` batch for a decoder, and compute the logits of its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Restrict an answer to JSON of a given schema."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Collection, Sequence

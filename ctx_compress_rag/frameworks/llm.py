@@ -1,7 +1,5 @@
 """Define the base of all frameworks' LLM classes, with one decoder, its scope, and copies within the process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Define the base of all frameworks' postprocessors, with their options and checks."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,7 +1,5 @@
 """Build or update an index from texts, as `ctx-compress index` does."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Cut text into passages of limited length, at paragraphs and sentences if possible."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator

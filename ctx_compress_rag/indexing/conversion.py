@@ -4,8 +4,6 @@ The argument is the limit of its address space in bytes. The process writes "rea
 in seconds, and answers each with `text` and `lacks`, or with `error`. Everything is JSON, one value in a line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Index a small corpus, answer a dozen questions and compare, as `ctx-compress demo` does."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

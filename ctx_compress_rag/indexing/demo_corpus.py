@@ -1,7 +1,5 @@
 """The demo's small corpus (paragraphs of Wikipedia) and its questions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

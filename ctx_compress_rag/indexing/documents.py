@@ -1,7 +1,5 @@
 """Read the text of files. Plain text and Markdown stay as they are; markitdown converts other documents to Markdown."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Warn of what a bundle reads badly, which is long passages and languages that its tokenizer hardly knows."""
 
-from __future__ import annotations
-
 import logging
 
 import regex

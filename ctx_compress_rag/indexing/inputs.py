@@ -1,7 +1,5 @@
 """The input of `ctx-compress index`, a folder of files or a JSONL file, read one text at a time."""
 
-from __future__ import annotations
-
 import logging
 import os
 from abc import ABC, abstractmethod

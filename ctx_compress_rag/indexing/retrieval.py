@@ -1,7 +1,5 @@
 """Retrieve passages for questions that come without passages, and show them in the prompt within a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

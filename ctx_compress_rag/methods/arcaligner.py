@@ -1,7 +1,5 @@
 """ArcAligner, which refines slots inside the decoder, layer by layer (sections 3.3-3.4, algorithm 1)."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

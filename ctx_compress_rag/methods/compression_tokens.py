@@ -1,7 +1,5 @@
 """Compression tokens (Simple Context Compression, sections 3 and 5.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

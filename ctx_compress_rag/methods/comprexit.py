@@ -1,7 +1,5 @@
 """ComprExIT (section 3.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

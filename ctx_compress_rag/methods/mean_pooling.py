@@ -1,9 +1,7 @@
 """Mean pooling (Simple Context Compression, section 4.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -48,7 +46,7 @@ class MeanPoolingConfig(MethodConfig):
     positions: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> MeanPoolingConfig:
+    def _fits_together(self) -> Self:
         if self.hidden_map and not self.embedding_skip:
             raise ValueError(
                 "hidden_map: true starts at zero and needs embedding_skip: true, or all slots would be zero"

@@ -1,7 +1,5 @@
 """Memory tokens (PISCO, section 3; CLaRa; ICAE, section 2.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

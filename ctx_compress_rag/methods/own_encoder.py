@@ -1,7 +1,5 @@
 """Pooled hidden states of an encoder with its own weights (Latent Context Language Models; xRAG)."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Another package declares the module that registers its methods as an entry point
 `ctx_compress_rag.methods`, so that their recipes and bundles load without an import.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from importlib import import_module
 from importlib.metadata import entry_points

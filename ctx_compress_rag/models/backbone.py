@@ -1,7 +1,5 @@
 """The decoder's weights, shared by everything that uses them, with named LoRA adapters on top."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A lock that threads get in the order in which they asked for it."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Decoders in GGUF files: find such a file, identify it, and load it as an ordinary transformers model."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import logging
@@ -9,7 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -44,7 +42,7 @@ class GgufDecoder(Strict):
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
     @model_validator(mode="after")
-    def _one_place(self) -> GgufDecoder:
+    def _one_place(self) -> Self:
         if sum(place is not None for place in (self.package, self.parts, self.repo, self.path)) != 1:
             raise ValueError("a GGUF decoder is in one place: give package, parts or repo with file, or path")
         if (self.file is None) == (self.path is None):

@@ -4,8 +4,6 @@ They are read from files and not from the objects in memory, because another ver
 defaults, and a store would then refuse its own bundle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Weights in 8 bits: each row of a matrix is stored as integers from -127 to 127 and one scale."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

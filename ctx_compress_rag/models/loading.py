@@ -1,7 +1,5 @@
 """Load a decoder from a transformers folder, the hub or a GGUF file, onto a device, in a dtype, perhaps quantized."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The private names of transformers that this library needs, each with the reason; `transformers<6` bounds them."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

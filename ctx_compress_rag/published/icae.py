@@ -1,7 +1,5 @@
 """ICAE, second version (arXiv 2307.06945): github.com/getao/icae."""
 
-from __future__ import annotations
-
 import re
 
 from ctx_compress_rag.errors import BundleError

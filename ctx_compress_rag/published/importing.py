@@ -1,14 +1,12 @@
 """Recognize a published checkpoint's format, and convert the checkpoint into a bundle's folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig, BundleSource
@@ -52,7 +50,7 @@ class PublishedImport:
         revision: str | None = None,
         decoder: str | None = None,
         encoder: str | None = None,
-    ) -> PublishedImport:
+    ) -> Self:
         """Recognize a checkpoint, given by hub id (its commit is pinned) or folder. Only small files are downloaded.
 
         `subfolder` is the checkpoint's folder in `name`; None is its root. `revision` is the hub's; None is the newest.

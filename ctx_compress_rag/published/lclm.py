@@ -1,7 +1,5 @@
 """Latent Context Language Models (arXiv 2606.09659): github.com/LeonLixyz/LCLM."""
 
-from __future__ import annotations
-
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,

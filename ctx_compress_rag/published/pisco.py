@@ -1,7 +1,5 @@
 """PISCO (arXiv 2501.16075) and CLaRa (arXiv 2511.18659, github.com/apple/ml-clara), which has the same format."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """xRAG (arXiv 2405.13792): github.com/Hannibal046/xRAG."""
 
-from __future__ import annotations
-
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.published.format import (
     EMBEDDINGS,

@@ -1,7 +1,5 @@
 """Await a decoder's answers in an event loop, and cancel them when the client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Read API keys, each of which opens a scope; a request may read and write only markers of its key's scope."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

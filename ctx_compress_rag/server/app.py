@@ -1,7 +1,5 @@
 """Build the app with OpenAI's routes, `compress`, health and metrics, on one decoder and its store."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Turn errors into what clients see; clients learn what they can fix, and the log says the rest."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check a request's host and key, the number of requests and the size of the body before the app sees the request."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import time

@@ -1,7 +1,5 @@
 """Count requests, tokens and times in Prometheus' format, without anything that clients send."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from ctx_compress_rag.decoding.sampling import Generation

@@ -1,7 +1,5 @@
 """Write replies in OpenAI's formats."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -4,12 +4,10 @@ Null means absent in every field. A field that only describes the client, or ask
 field that is not served is refused by name.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -102,7 +100,7 @@ class ChatMessage(_Request):
     name: str | None = None
 
     @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
+    def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":  # whose turn may have held a call only
             raise ValueError("it has no content: send it")
         return self

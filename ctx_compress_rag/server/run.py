@@ -1,7 +1,5 @@
 """Listen on an address, and run the app on uvicorn until a signal stops it."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from collections.abc import Callable

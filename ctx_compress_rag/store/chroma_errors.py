@@ -1,7 +1,5 @@
 """Turn exceptions of Chroma and its HTTP client into StoreErrors with a remedy, and find faults of the disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """All uses of chromadb beyond its public API (chromadb<2)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -13,8 +13,6 @@ Denser texts were measured: base85 saves 6 % and takes 30 times as long to decod
 times as long.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import struct

@@ -1,7 +1,5 @@
 """A Chroma collection, with Chroma's answers checked and its errors turned into StoreErrors."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

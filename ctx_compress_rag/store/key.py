@@ -1,7 +1,5 @@
 """The secret that signs markers and records. It is never written to Chroma."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

@@ -16,8 +16,6 @@ A marker of the same form may stand for slots that are only in memory, or for no
 are never those of a stored passage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import logging

@@ -1,7 +1,5 @@
 """The passages that go into a store and come out of it, and the store's reports."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

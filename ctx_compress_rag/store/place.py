@@ -8,8 +8,6 @@ The operating system releases the locks of a process that dies, however it dies.
 a write was not finished.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Vectors of a passage's sentences, stored with the passage in 8 bits, so that no question has to wait for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Parts of passages whose slots were made for one question, kept in memory for the prompts with their markers."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ al., 2020) for Chinese, extended to kana. If the list of answers is empty, the c
 question, and the right prediction is the empty string (SQuAD 2.0).
 """
 
-from __future__ import annotations
-
 import re
 import string
 import unicodedata

@@ -1,7 +1,5 @@
 """Render a chat as text, and tokenize a prompt in one piece, with holes where soft contexts go."""
 
-from __future__ import annotations
-
 import copy
 import secrets
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Cut a passage into sentences, groups of sentences or parts of sentences, which become one slot each."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

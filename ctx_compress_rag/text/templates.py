@@ -1,7 +1,5 @@
 """Prompt templates."""
 
-from __future__ import annotations
-
 import re
 
 PASSAGE_SEPARATOR = "\n\n"

@@ -5,8 +5,6 @@ wherever a text spells one. In a question, a passage or metadata the letters mus
 inside each control token, and its parts are tokenized separately. Other texts are tokenized as usual.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass

@@ -1,9 +1,7 @@
 """The settings in recipes, which are read from YAML and validated. An unknown key is an error that names the key."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -38,7 +36,7 @@ class DataConfig(Strict):
     templates: list[str] = Field(default=list(TEMPLATES), min_length=1)
 
     @model_validator(mode="after")
-    def _has_a_source(self) -> DataConfig:
+    def _has_a_source(self) -> Self:
         if not (self.files or self.texts):
             raise ValueError("there is nothing to train on: give files or texts")
         for key in ("mix", "most_words", "part"):
@@ -92,7 +90,7 @@ class OptimConfig(Strict):
     log_every: int = Field(default=20, gt=0)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> OptimConfig:
+    def _fits_together(self) -> Self:
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
@@ -155,7 +153,7 @@ class Recipe(BaseRecipe):
     data: DataConfig
 
     @model_validator(mode="after")
-    def _texts_ask_nothing(self) -> Recipe:
+    def _texts_ask_nothing(self) -> Self:
         if self.data.texts and self.asks and not self.repeats_texts:
             raise ValueError(f"stage {self.stage} needs questions, and texts have none: use files")
         return self

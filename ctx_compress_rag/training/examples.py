@@ -1,7 +1,5 @@
 """The examples of a recipe, without those that share a question or passage with held-out data."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Examples as prompts, in the chat format and tokenized, with the places of the answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

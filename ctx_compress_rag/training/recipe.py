@@ -1,7 +1,5 @@
 """The stages of training, and the recipes of `ctx-compress train`, which are found, read and validated here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run a recipe, for `ctx-compress train`, or resume it, which only the same recipe on the same files does."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Linear self-attention, and weights that make it gradient descent (In-Context Optimization, lemma 1, appendix A)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """An MLP and a layer trained on a table, compared with gradient descent (In-Context Optimization, figures 2 and 7)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A trained layer and gradient descent: losses, predictions, sensitivities (In-Context Optimization, appendix C.1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

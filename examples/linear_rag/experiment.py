@@ -1,7 +1,5 @@
 """A training run compared with gradient descent: figures 1, 5, 6 and 8 (In-Context Optimization, appendices C, E)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Generator

@@ -4,8 +4,6 @@ A task is N examples of a query-side feature x1, a retrieval-derived feature x2 
 function takes any number of leading batch dimensions and any floating-point type.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

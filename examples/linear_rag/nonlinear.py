@@ -1,7 +1,5 @@
 """Layers of attention after an MLP (In-Context Optimization, section 4.3)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

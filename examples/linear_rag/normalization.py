@@ -1,7 +1,5 @@
 """Four ways to put the columns of a table on one scale (In-Context Optimization, section 4.3, appendix D)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

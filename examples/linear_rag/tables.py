@@ -1,7 +1,5 @@
 """Regression data sets: the paper's, from files, and others that need none (In-Context Optimization, appendix F)."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from pathlib import Path

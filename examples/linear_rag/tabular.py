@@ -1,7 +1,5 @@
 """A table's rows as tasks of the dot-product interface (In-Context Optimization, section 4.3, appendix D)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Training a linear self-attention layer on fresh synthetic tasks (In-Context Optimization, eq. 21)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -3,8 +3,6 @@
 The decoder also reads plain text, so one model serves the chain before and after the change.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

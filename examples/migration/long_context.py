@@ -3,8 +3,6 @@
 `python -m migration.long_context` in the folder `examples` measures both, the new one at three ratios.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from langchain_ctx_compress import CompressedContextPostprocessor

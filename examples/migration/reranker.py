@@ -3,8 +3,6 @@
 `python -m migration.reranker` in the folder `examples` measures both, the new one at three ratios.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

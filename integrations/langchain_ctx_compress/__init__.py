@@ -1,7 +1,5 @@
 """LangChain classes for soft contexts, a postprocessor after the retriever and a chat model that replaces yours."""
 
-from __future__ import annotations
-
 from ctx_compress_rag.errors import needs
 
 with needs("langchain"):

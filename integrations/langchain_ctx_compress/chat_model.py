@@ -1,7 +1,5 @@
 """Define the chat model, whose decoder reads markers as the soft contexts that they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial

@@ -1,7 +1,5 @@
 """Convert LangChain messages for a decoder's chat template, and parse answers that are JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

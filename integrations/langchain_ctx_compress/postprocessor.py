@@ -1,7 +1,5 @@
 """Define the postprocessor, which gives retrieved documents a marker as text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

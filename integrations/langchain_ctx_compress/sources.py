@@ -1,9 +1,7 @@
 """Documents that show what the prompt gets, and markers turned back into text, for citations and for other LLMs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
@@ -27,7 +25,7 @@ class CompressedDocument(Document):
     _text: str = PrivateAttr("")
 
     @classmethod
-    def of(cls, document: Document, shown: str) -> CompressedDocument:
+    def of(cls, document: Document, shown: str) -> Self:
         """Return a document with `shown` as content and all else of `document`; values of metadata are shared."""
         made = cls(id=document.id, page_content=shown, metadata=dict(document.metadata))
         made._text = document.page_content

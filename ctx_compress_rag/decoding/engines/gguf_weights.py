@@ -1,7 +1,5 @@
 """Write a bundle's decoder for llama.cpp in GGUF, with LoRA merged, a file each for prompts with slots and without."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -3,8 +3,6 @@
 llama.cpp ends the process on an input of a wrong size, so no other module gives llama.cpp inputs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Merge a reader's LoRA into a second copy of the weights that the LoRA changes."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Define the interface of engines and their options; no engine uses another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 

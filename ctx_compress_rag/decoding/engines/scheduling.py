@@ -4,8 +4,6 @@ A thread answers while there are requests, and then ends. Prompts join while oth
 their answers end, so eight callers are answered nearly as fast as one batch of eight prompts.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import threading

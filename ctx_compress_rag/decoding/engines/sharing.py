@@ -4,8 +4,6 @@ This module can go once the continuous batching of transformers takes a prompt a
 logits processors and a seed for each prompt, can cancel a prompt, and runs on a CPU with adapters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run the decoder in this process with transformers."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence

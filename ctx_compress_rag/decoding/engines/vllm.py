@@ -1,7 +1,5 @@
 """Run the decoder in a vLLM server, which gets vectors and returns text."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

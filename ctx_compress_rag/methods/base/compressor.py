@@ -1,7 +1,5 @@
 """The base classes of compressors."""
 
-from __future__ import annotations
-
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ class SlotBatch(NamedTuple):
     token_counts: Tensor  # source tokens per slot: (batch, slots), with 0 at padding
 
     @classmethod
-    def of(cls, rows: Sequence[SoftContext], device: torch.device | None = None) -> SlotBatch:
+    def of(cls, rows: Sequence[SoftContext], device: torch.device | None = None) -> Self:
         """Pad the slots of passages into one batch on `device` (None keeps their own device); keep gradients."""
         slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
         counts = nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True)

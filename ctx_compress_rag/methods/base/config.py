@@ -1,7 +1,5 @@
 """The base classes of methods' settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The description of a method, and the table in which methods register themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

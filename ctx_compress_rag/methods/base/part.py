@@ -1,7 +1,5 @@
 """What the two parts of a method, compressor and reader, have in common."""
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Iterator
 from typing import ClassVar

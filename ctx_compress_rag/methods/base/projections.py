@@ -1,7 +1,5 @@
 """Maps from stored slots to the decoder's input embeddings, and learned vectors around the mapped slots."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """The reader of a method: a map of slots to the decoder's embeddings, and a decoder, adapted to slots or frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """How a prompt shows stored passages: as markers, at which ratios, and with which kept text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol

@@ -1,9 +1,7 @@
 """RAM (Read As Human): choose the segments that a question needs as text, and make a vector of each other segment."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -37,7 +35,7 @@ class RamConfig(MethodConfig):
     skimming: Literal["query", "average", "none"] = "query"
 
     @model_validator(mode="after")
-    def _something_is_read(self) -> RamConfig:
+    def _something_is_read(self) -> Self:
         if not self.close_reading and self.skimming == "none":
             raise ValueError("close_reading: false and skimming: none leave nothing to read: switch off one of them")
         return self

@@ -1,12 +1,10 @@
 """Passages cut into equal segments, some kept as text and some skimmed (Read As Human, section 3)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -39,7 +37,7 @@ class RamSegments:
     bounds: list[int]  # where the text of each segment begins in `text`, and where the last one ends
 
     @classmethod
-    def of(cls, tokenizer: Any, text: str, size: int) -> RamSegments:
+    def of(cls, tokenizer: Any, text: str, size: int) -> Self:
         """Cut a passage into segments of `size` tokens.
 
         The cuts are counted from the first token of the passage, so that they are the same as when it was stored. The

@@ -4,8 +4,6 @@ At the second run another adapter may be active, because one decoder serves comp
 LoRA, and the updates that a method adds at a prompt's slots are gone. So the layer gets its first run's state again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial

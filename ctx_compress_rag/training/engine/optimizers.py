@@ -1,7 +1,5 @@
 """The trained parameters (those that require gradients): optimizers, average, and each step's learning rate."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

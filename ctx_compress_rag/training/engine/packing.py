@@ -1,7 +1,5 @@
 """Pack sequences into rows of one length, with little padding, for layers that are compiled for each new shape."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self

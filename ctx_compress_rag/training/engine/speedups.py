@@ -1,7 +1,5 @@
 """Faster training of adapters on a frozen decoder, with compiled layers and weights in bfloat16."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -3,8 +3,6 @@
 Only the newest releases have public names: `torch.compile(recompile_limit=...)`, `torch.cpu.get_capabilities`.
 """
 
-from __future__ import annotations
-
 import torch
 
 

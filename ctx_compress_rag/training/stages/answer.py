@@ -1,7 +1,5 @@
 """The stages answer, next_token and reconstruction, which train on the likelihood of a text given slots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,13 +1,11 @@
 """What all stages that train a compressor and its reader share: settings, the bundle to start from, and the job."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -110,7 +108,7 @@ class CompressionRecipe(Recipe):
         return SHIPPED.get(str(bundle), bundle)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> CompressionRecipe:
+    def _fits_together(self) -> Self:
         if (self.bundle is None) == (self.decoder is None):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
         if self.decoder and (self.method is None or not self.name):

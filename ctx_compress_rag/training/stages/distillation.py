@@ -1,7 +1,5 @@
 """The stage distillation: slots are read as the teacher reads the text (Simple Context Compression, section 4.2)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

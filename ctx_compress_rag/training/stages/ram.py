@@ -1,7 +1,5 @@
 """The stage ram: learn to answer from kept and skimmed segments, and which to keep (Read As Human, eq. 7-9)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat

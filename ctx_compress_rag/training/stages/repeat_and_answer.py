@@ -4,12 +4,10 @@ It is from no paper. A decoder that has never seen slots learns to read them man
 passages from them, because every token of a passage is then a target, and not only the few tokens of an answer.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import torch
 from pydantic import Field, model_validator
@@ -72,7 +70,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
     repeat: list[RepeatStep] = Field([RepeatStep(step=0, share=0.5)], min_length=1)
 
     @model_validator(mode="after")
-    def _trains_what_it_serves(self) -> RepeatAndAnswerRecipe:
+    def _trains_what_it_serves(self) -> Self:
         if not self.data.files and any(part.share < 1 for part in self.repeat):
             raise ValueError("questions are in data.files: give it, or texts alone with repeat: [{step: 0, share: 1}]")
         if self.window != self.packing.length:

@@ -1,11 +1,9 @@
 """The teacher: a decoder that is trained to answer from full text, on the answers' tokens."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -45,7 +43,7 @@ class TeacherRecipe(Recipe):
     packing: PackingConfig | None = None
 
     @model_validator(mode="after")
-    def _is_an_adapter(self) -> TeacherRecipe:
+    def _is_an_adapter(self) -> Self:
         if self.tune.mode != "lora":
             raise ValueError(f"tune.mode is {self.tune.mode}: a teacher is a LoRA adapter, so give lora")
         return self

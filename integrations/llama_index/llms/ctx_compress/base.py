@@ -1,7 +1,5 @@
 """Define the LLM class."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar, cast

@@ -1,7 +1,5 @@
 """Find the JSON schemas of answers that LlamaIndex parses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Count the tokens of prompts with markers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

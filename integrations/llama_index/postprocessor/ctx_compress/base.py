@@ -1,7 +1,5 @@
 """Define the postprocessor class."""
 
-from __future__ import annotations
-
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 

@@ -1,7 +1,5 @@
 """Compress documents while they are ingested."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Sequence

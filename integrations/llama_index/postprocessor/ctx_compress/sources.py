@@ -1,7 +1,5 @@
 """Turn markers back into text, for citations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 
