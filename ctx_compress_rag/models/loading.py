@@ -211,7 +211,10 @@ def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
     """Place and quantize a model that is already in memory, as `from_pretrained` would."""
     if not placed:
         return model
-    state, settings = model.state_dict(), model.generation_config
+    # Each weight once: of a tied one given twice, older transformers compare the data, which may be on the disk.
+    once = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+    state = {name: value for name, value in model.state_dict().items() if name in once}
+    settings = model.generation_config
     made = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=model.dtype, **placed)
     made.generation_config = settings
     return made
