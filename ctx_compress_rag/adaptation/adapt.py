@@ -62,7 +62,10 @@ def with_adapter(llm: LLM, adapter: Adapter | None) -> LLM:
 
 
 def adapted_decoder(decoder: Decoder, adapter: Adapter | None) -> Decoder:
-    """Return the decoder with `adapter` in place of its own, or no adapter if None, as `with_adapter` says."""
+    """Return a new decoder with `adapter` in place of its own, or no adapter if None. Both share the model.
+
+    Raises ConfigError if another engine than transformers runs the decoder.
+    """
     if not isinstance(decoder.engine, TransformersEngine):
         raise ConfigError(f"engine={decoder.engine.identity['engine']!r} cannot adapt: use the engine 'transformers'")
     bundle: PlainDecoder = decoder.bundle

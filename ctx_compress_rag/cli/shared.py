@@ -106,7 +106,7 @@ def check_options_apart(**options: object) -> None:
 def engine_options(engine: str, server_key: str | None, **options: Any) -> Any:
     """Return the options that are not None; raise ConfigError if the engine or an option is not allowed.
 
-    A server's key may stand in the environment, so other engines ignore it.
+    `server_key` is for a server's address alone, because it may stand in the environment: other engines leave it out.
     """
     from ctx_compress_rag.decoding.decoder import check_engine_options, is_server_address
 

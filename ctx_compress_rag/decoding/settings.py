@@ -60,7 +60,7 @@ def _given(config: Any, neutral: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generation_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
-    """Return the logits processors of a decoder's own settings without stop strings, in the order of transformers."""
+    """Return the logits processors of a decoder's own settings (no stop strings), in the order of transformers."""
     made: dict[str, Callable[[Any], LogitsProcessor]] = {
         "sequence_bias": SequenceBiasLogitsProcessor,
         "repetition_penalty": RepetitionPenaltyLogitsProcessor,

@@ -68,7 +68,7 @@ SystemAnswers = dict[Key, Answers]
 def evaluation_conditions(
     bundle: Bundle, questions: Sequence[Question], **asking: Unpack[EvaluationOptions]
 ) -> dict[str, Any]:
-    """Return everything that answers depend on except system and ratio, with defaults filled in, as JSON values."""
+    """Return all that answers depend on except system (way to make the context) and ratio, as JSON values."""
     return {
         "version": __version__,
         "fingerprint": bundle.fingerprint,

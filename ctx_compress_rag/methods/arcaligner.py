@@ -63,7 +63,10 @@ class SlotPlaces:
         self.index = mask.flatten().nonzero().squeeze(1)  # int64 (slots,), among all positions, row after row
 
     def take(self, states: Tensor) -> Tensor:
-        """Return states at slots, (slots, dim); raise a ConfigError if a mixture of experts got only some positions."""
+        """Return the states at slots, (slots, dim), of states (..., dim) of all the prompts' positions, flat or not.
+
+        Raises a ConfigError if a mixture of experts got only some positions.
+        """
         rows = states.flatten(0, -2)
         if len(rows) != self.mask.numel():
             raise ConfigError(f"a layer got only {len(rows)} of {self.mask.numel()} positions: choose another decoder")

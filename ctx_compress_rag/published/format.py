@@ -187,7 +187,10 @@ def instruct_format(begin: str, spaces: str) -> str:
 
 
 def published_lora_tensors(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return an adapter's LoRA tensors. Raise BundleError for others but `known` ones, which newer peft writes, too."""
+    """Return an adapter's LoRA tensors, without the decoder's own (`known`), which newer peft writes, too.
+
+    Raises BundleError for any other tensor, and for one that differs from the known one.
+    """
     for key, value in state.items():
         if "lora_" not in key and not (key in known and torch.equal(value, known[key])):
             raise BundleError(f"{where} trained {key}, beside the adapter's own tensors: this cannot be imported")

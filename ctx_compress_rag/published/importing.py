@@ -68,7 +68,7 @@ class PublishedImport:
 
     @property
     def parts(self) -> dict[str, PublishedCheckpoint]:
-        """The models that the bundle names or copies, the decoder and, if it has weights of its own, the encoder."""
+        """The models that the bundle names or copies: "decoder" and, if it has weights of its own, "encoder"."""
         return {"decoder": self.decoder.files} | ({} if self.encoder is None else {"encoder": self.encoder})
 
     @property

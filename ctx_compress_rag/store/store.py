@@ -179,7 +179,7 @@ class SoftContextStore(ProcessBound):
         """Compress and store the texts that are not stored, and return each text's id in the store, in order.
 
         This is `add`, with its defaults, for a retriever's results. An id may come twice. Metadata of an unchanged
-        text stay as stored. Passages of the scope "default" are not stored again. There is no progress bar, and no
+        text stay as stored. Texts stored in the scope "default" count as stored. There is no progress bar, and no
         write lock is taken if nothing is missing. A stored passage stays if its id comes with another text (such as an
         excerpt made for a question), and that text is stored beside it, under a hash of the text.
         """
@@ -207,7 +207,7 @@ class SoftContextStore(ProcessBound):
         return self._delete([record_id(id, scope) for id in checked_passage_ids(ids)])
 
     def damaged(self) -> list[str]:
-        """Return the ids, in all scopes, of damaged passages and of those of another key. Every record is read."""
+        """Return the ids, in all scopes, of passages that are damaged or signed with another key; read all records."""
         return [passage_id(id) for id in self._records.unreadable()]
 
     def discard_damaged(self, *, other_keys: bool = True, sample: int | None = None) -> list[str]:
