@@ -28,7 +28,7 @@ from ctx_compress_rag.bundle.files import (
     WEIGHTS_FILE,
     check_bundle_files,
     check_bundle_folder_free,
-    check_weights_unchanged,
+    check_bundle_weights_unchanged,
     find_bundle,
     read_adapter_tensors,
     read_bundle_config,
@@ -160,7 +160,7 @@ class Bundle(PlainDecoder):
         config, backbone, shipped = self.config, self.backbone, folder / DECODER_FOLDER
         self._folder = folder
         self.compressor.bundle_folder_known(folder)
-        backbone.when_loaded(partial(check_weights_unchanged, folder, weight_file_stamps(folder)))
+        backbone.when_loaded(partial(check_bundle_weights_unchanged, folder, weight_file_stamps(folder)))
         stored: dict[str, Mapping[str, Tensor]] = {}
         for part, module in self.parts.items():
             stored[part] = own = read_bundle_tensors(folder / part / WEIGHTS_FILE)

@@ -111,7 +111,7 @@ def weight_file_stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (status.st_size, status.st_mtime_ns) for path, status in files.items()}
 
 
-def check_weights_unchanged(folder: Path, before: Mapping[Path, tuple[int, int]]) -> None:
+def check_bundle_weights_unchanged(folder: Path, before: Mapping[Path, tuple[int, int]]) -> None:
     """Raise BundleError if weight files differ from `before` (`weight_file_stamps`) and may not fit the fingerprint."""
     if weight_file_stamps(folder) != before:
         raise BundleError(f"the weights in {folder} changed after the bundle was opened: open it again")

@@ -60,7 +60,7 @@ class SentenceSlotsConfig(SentenceUnits):
 _CACHED_VECTORS = 16_384
 
 
-class SentenceEncoder:
+class SentenceSlotsEncoder:
     """A sentence encoder, loaded on first use. It is no nn.Module, so that its weights are not saved with a bundle."""
 
     def __init__(self, config: SentenceUnits, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class SentenceSlotsCompressor(Compressor):
         super().__init__(backbone)
         self.config = config
         self.dim = config.encoder_dim
-        self.encoder = SentenceEncoder(config, backbone.device)
+        self.encoder = SentenceSlotsEncoder(config, backbone.device)
 
     def forward(
         self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int

@@ -24,10 +24,10 @@ T = TypeVar("T")
 _EXIT_SECONDS = 30.0  # how long the interpreter waits at its end for calls whose caller has gone
 _LOOK_SECONDS = 0.2  # how often a caller looks at the time, and on Windows for a Ctrl-C
 _here = threading.local()
-_running: set[_Call] = set()
+_running: set[_ShieldedCall] = set()
 
 
-class _Call:
+class _ShieldedCall:
     def __init__(self, work: Callable[[], Any]) -> None:
         self.abandoned = False
         self.limit: tuple[float, Callable[[], Exception]] | None = None
@@ -69,7 +69,7 @@ def shielded_from_interrupts(function: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if getattr(_here, "call", None) is not None:
             return function(*args, **kwargs)
-        call = _Call(partial(function, *args, **kwargs))
+        call = _ShieldedCall(partial(function, *args, **kwargs))
         try:
             try:
                 _thread.start_new_thread(call.run, ())
@@ -86,7 +86,7 @@ def shielded_from_interrupts(function: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def limit_wait(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
     """Raise `late()` in a shielded call's caller if the block takes longer; it goes on. Other calls have no limit."""
-    call: _Call | None = getattr(_here, "call", None)
+    call: _ShieldedCall | None = getattr(_here, "call", None)
     if call is None:
         yield
         return

@@ -17,7 +17,7 @@ from sentencex import segment
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
-from ctx_compress_rag.methods.sentence_slots import SentenceEncoder, SentenceSlotsConfig
+from ctx_compress_rag.methods.sentence_slots import SentenceSlotsConfig, SentenceSlotsEncoder
 from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.text.sentences import split_sentences, split_units
 from helpers.methods import DIM, save_encoder, unigram
@@ -245,7 +245,7 @@ def test_impossible_encoders_are_refused(make: Any) -> None:
 
 
 def test_a_control_token_in_a_passage_is_text_for_the_encoder_too() -> None:
-    encoder = SentenceEncoder(SentenceSlotsConfig(encoder="minilm"), torch.device("cpu"))
+    encoder = SentenceSlotsEncoder(SentenceSlotsConfig(encoder="minilm"), torch.device("cpu"))
     model = load_embedder()
     for text in ("Old [SEP] towers", "[CLS]", "a [PAD] b[MASK]"):
         spaced = text.replace("[", "[ ")

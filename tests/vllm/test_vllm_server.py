@@ -16,12 +16,15 @@ from pydantic import BaseModel, Field
 
 from benchmarks.world import BUNDLE
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
+from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
+from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.server.app import create_app
 from helpers.engines import EngineTests
+from helpers.models import draw_lora
 from helpers.server import free_port
 from helpers.serving import listening
 from langchain_ctx_compress import ChatCompressedContext
@@ -61,7 +64,11 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if python is None:
         pytest.fail(f"{PYTHON} does not name the Python of an environment with vLLM: run `make test-vllm`")
     folder = tmp_path_factory.mktemp("vllm")
-    bundle = Bundle.from_pretrained(BUNDLE)
+    plain = Bundle.from_pretrained(BUNDLE)
+    plain.backbone.add_adapter(TEACHER, lambda: lora_config(TuneConfig(rank=2)))
+    draw_lora(plain.backbone.model, std=0.02, adapter=TEACHER)
+    config = plain.config.model_copy(update={"reader_share": 0.75})
+    bundle = Bundle(config, plain.backbone, plain.compressor, plain.reader)
     # The wheel for CPUs is not named `vllm`, and its `vllm` command asks for that name and ends.
     _, _, model, *options = export_for_vllm(bundle, folder / "served")
     port = free_port()
@@ -125,7 +132,9 @@ class TestMatrix(EngineTests):
         plain = [{"role": "user", "content": QUESTION}]
         marker = mark_texts(store, [PASSAGE], ratio=8)[0]
         again = [*soft, {"role": "assistant", "content": "Orla."}, *plain]
-        return [soft, plain, f"{marker}\n\n{QUESTION}", QUESTION, again]
+        ids = store.ensure([PASSAGE])
+        beside = f"{PASSAGE} {store.markers(ids, 8, beside_text=True)[0]}\n\n{QUESTION}"
+        return [soft, plain, f"{marker}\n\n{QUESTION}", QUESTION, again, beside]
 
 
 def test_a_stream_that_is_left_ends_there_too(vllm: Any, there: Decoder, soft: list[dict[str, str]]) -> None:

@@ -41,7 +41,7 @@ def gguf_weights_digest(bundle: Bundle, side: Side) -> str:
     return hashlib.sha256(f"{bundle.fingerprint} {side} {bundle.teacher_digest}{said}".encode()).hexdigest()
 
 
-def gguf_sides(bundle: Bundle) -> tuple[Side, ...]:
+def llama_cpp_sides(bundle: Bundle) -> tuple[Side, ...]:
     """Return which sides need a file; "text" alone if the same weights read all prompts."""
     reader = plain_reader(bundle, "llama.cpp")
     frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
@@ -61,7 +61,8 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
         )
     from huggingface_hub import cached_assets_path
 
-    key = hashlib.sha256("".join(gguf_weights_digest(bundle, side) for side in gguf_sides(bundle)).encode()).hexdigest()
+    digests = [gguf_weights_digest(bundle, side) for side in llama_cpp_sides(bundle)]
+    key = hashlib.sha256("".join(digests).encode()).hexdigest()
     folder = Path(cached_assets_path("ctx_compress_rag", "llama.cpp"), f"{key}-{weights}")
     if not folder.is_dir():
         logger.info("writing %s for llama.cpp: once for this bundle", folder)
@@ -81,7 +82,7 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") ->
     """Write GGUF files and return []; without a GGUF decoder, checkpoints and the shell commands to convert them."""
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []
-    for side in gguf_sides(bundle):
+    for side in llama_cpp_sides(bundle):
         with bundle.backbone.lock:
             added = _added(bundle, side)
         if isinstance(decoder, GgufDecoder):

@@ -8,7 +8,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import GrowingAnswer
-from ctx_compress_rag.decoding.engines.gguf_weights import gguf_sides, gguf_weights, gguf_weights_digest
+from ctx_compress_rag.decoding.engines.gguf_weights import gguf_weights, gguf_weights_digest, llama_cpp_sides
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest, DecodingScheduler
@@ -27,7 +27,7 @@ class LlamaCppEngine:
         self._bundle = bundle
         self._batch_size, self._weights = options.batch_size, options.weights
         self._size = min(options.context_size, bundle.backbone.window or options.context_size)
-        self._sides = gguf_sides(bundle)
+        self._sides = llama_cpp_sides(bundle)
         self._folder = gguf_weights(bundle, options.weights)
         self._loading = threading.Lock()
         self._contexts: dict[Side, LlamaCppContext] = {}
