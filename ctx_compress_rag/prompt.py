@@ -13,7 +13,7 @@ Message = Mapping[str, str]
 PromptLike = str | Sequence[Message]  # a prompt as users write it: raw text, or a chat
 
 Side = Literal["text", "reader", "blend"]
-"""The weights that read a prompt: of plain text, of slots, or of slots with text beside them (`Bundle.blends`)."""
+"""The weights that read a prompt: of plain text, of slots, or of slots with text beside them (`Bundle.sides`)."""
 
 
 class QuotedToken(NamedTuple):

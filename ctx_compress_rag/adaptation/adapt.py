@@ -16,7 +16,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks.llm import DecoderLLM
-from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.prompt import Prompt, Side
 from ctx_compress_rag.text.chat import answer_ids
 
 LLM = TypeVar("LLM", bound=DecoderLLM)
@@ -115,8 +115,8 @@ class AdaptedBundle(Bundle):
     def text_decoder(self) -> AbstractContextManager[Any]:
         return open_adapted_model(self.original.text_decoder(), self.adapter)
 
-    def soft_decoder(self, slot_mask: Tensor, *, blended: bool = False) -> AbstractContextManager[Any]:
-        return open_adapted_model(self.original.soft_decoder(slot_mask, blended=blended), self.adapter)
+    def soft_decoder(self, slot_mask: Tensor, side: Side = "reader") -> AbstractContextManager[Any]:
+        return open_adapted_model(self.original.soft_decoder(slot_mask, side), self.adapter)
 
 
 @contextmanager

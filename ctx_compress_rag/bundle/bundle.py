@@ -91,7 +91,7 @@ class Bundle(PlainDecoder):
         self.report = dict(report or {})
         self._fingerprint: str | None = None
         self._folder: Path | None = None
-        if self.blends and not (reader.mergeable and TEACHER in backbone.adapters):
+        if "blend" in self.sides and not (reader.mergeable and TEACHER in backbone.adapters):
             raise BundleError(f"reader_share={config.reader_share} needs a reader with LoRA and a teacher: set it to 1")
 
     def __repr__(self) -> str:
@@ -203,9 +203,9 @@ class Bundle(PlainDecoder):
         return {name: part for name, part in shares.items() if part and name in self.backbone.adapters}
 
     @property
-    def blends(self) -> bool:
-        """Whether slots with text beside them are read with a blend of the reader's and the teacher's LoRA."""
-        return self.config.reader_share < 1
+    def sides(self) -> tuple[Side, ...]:
+        """The sides that the bundle has; without "blend", the reader also reads slots with text beside them."""
+        return ("text", "reader", "blend") if self.config.reader_share < 1 else ("text", "reader")
 
     def positions(self, slots: int) -> int:
         """Return how many positions of a prompt so many slots of a passage take, with the reader's own vectors."""
@@ -339,13 +339,13 @@ class Bundle(PlainDecoder):
         embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
         return embedded.to(self.backbone.dtype)
 
-    def soft_decoder(self, slot_mask: Tensor, *, blended: bool = False) -> AbstractContextManager[Any]:
+    def soft_decoder(self, slot_mask: Tensor, side: Side = "reader") -> AbstractContextManager[Any]:
         """Return a context manager that gives the transformers model, locked for this thread, to read soft contexts.
 
-        `slot_mask` is bool (batch, length), True at the slots of the prompts that the decoder will read. If `blended`,
-        it reads as the side "blend", which a bundle that `blends` has.
+        `slot_mask` is bool (batch, length), True at the slots of the prompts that the decoder will read. `side` is
+        "reader", or "blend" if that is one of the bundle's `sides`.
         """
-        return self.backbone.use(self.adapter_shares("blend")) if blended else self.reader.decoder(slot_mask)
+        return self.reader.decoder(slot_mask) if side == "reader" else self.backbone.use(self.adapter_shares(side))
 
 
 def load_bundle_adapter(backbone: Backbone, name: str, folder: Path) -> None:

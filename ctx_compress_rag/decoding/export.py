@@ -12,7 +12,7 @@ from ctx_compress_rag.bundle.files import ADAPTER_FILE, DECODER_FOLDER, WEIGHTS_
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
+from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone, check_no_dora
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.prompt import Side
 
@@ -40,8 +40,7 @@ def vllm_models(bundle: Bundle) -> dict[Side, str]:
             f"bundle {name!r}: its reader is a decoder of its own, besides the one that reads text, and a server "
             "has only one: train the reader with LoRA, or use the engine 'transformers'"
         )
-    sides: tuple[Side, ...] = ("text", "reader", "blend") if bundle.blends else ("text", "reader")
-    return {side: "-".join([name, *bundle.adapter_shares(side)]) for side in sides}
+    return {side: "-".join([name, *bundle.adapter_shares(side)]) for side in bundle.sides}
 
 
 def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
@@ -89,6 +88,7 @@ def _joined(backbone: Backbone, shares: Mapping[str, float]) -> dict[str, Tensor
     for adapter, share in shares.items():
         for key, matrix in backbone.adapter_state(adapter).items():
             layer = backbone.model.get_submodule(key.removeprefix(PEFT_PREFIX).split(".lora_")[0])
+            check_no_dora(layer, adapter)
             scale = share * layer.scaling[adapter] if ".lora_B." in key else 1.0
             parts.setdefault(key, []).append(scale * matrix)
     return {key: torch.cat(part, 1 if ".lora_B." in key else 0) for key, part in parts.items()}

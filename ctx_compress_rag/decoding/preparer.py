@@ -81,6 +81,7 @@ class PromptPreparer:
         said = dict(texts_of)
         if extractive and self.store is not None:
             said |= self._found(SoftContextStore.text_of, list(soft), "some passages cannot be quoted")
+        sides = self.bundle.sides if isinstance(self.bundle, Bundle) else ()
         prepared = []
         for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
@@ -94,7 +95,7 @@ class PromptPreparer:
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [soft[marker] for _, markers in around for marker in markers]
             made = PromptTemplate.without_answers(ids).fill(slots)
-            if any(marker.beside_text for _, markers in around for marker in markers) and self._blends:
+            if any(marker.beside_text for _, markers in around for marker in markers) and "blend" in sides:
                 made = replace(made, side="blend")
             self._check_length(index, made)
             if extractive:
@@ -218,10 +219,6 @@ class PromptPreparer:
                 f"{MAX_CHARACTERS:,} at most: use fewer passages"
             )
         return find_quotations(texts, self.bundle.tokenizer)
-
-    @property
-    def _blends(self) -> bool:
-        return isinstance(self.bundle, Bundle) and self.bundle.blends
 
     @property
     def _window(self) -> int | None:

@@ -59,7 +59,7 @@ def open_decoder_model(bundle: PlainDecoder, side: Side, slot_mask: Tensor) -> A
     """Return a context manager that gives the model, locked for this thread, with the weights of one side."""
     if side == "text" or not isinstance(bundle, Bundle):
         return bundle.text_decoder()
-    return bundle.soft_decoder(slot_mask, blended=side == "blend")
+    return bundle.soft_decoder(slot_mask, side)
 
 
 def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:

@@ -227,6 +227,24 @@ class Backbone:
         set_peft_model_state_dict(self.model, plain, adapter_name=name)
 
 
+def lora_delta(layer: Any, shares: Mapping[str, float]) -> Tensor | None:
+    """Return what these shares of adapters add to a peft layer's weight, in float32; None if it has none of them.
+
+    Raises ConfigError for a DoRA.
+    """
+    deltas = []
+    for adapter in filter(layer.scaling.__contains__, shares):
+        check_no_dora(layer, adapter)
+        deltas.append(shares[adapter] * layer.get_delta_weight(adapter).float())
+    return sum(deltas[1:], deltas[0]) if deltas else None
+
+
+def check_no_dora(layer: Any, adapter: str) -> None:
+    """Raise ConfigError if an adapter of a peft layer is a DoRA, whose change of the weight is no sum with it."""
+    if layer.use_dora.get(adapter):
+        raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
+
+
 def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
     """Return the list of the `count` layers of a decoder without its head, whatever the architecture calls it."""
     for child in trunk.children():

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import chromadb
 import pytest
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from helpers.decoding import PASSAGES, prompts_of
+from helpers.decoding import passage_store, prompts_of
 from helpers.langchain import talkative_bundle
 from helpers.models import draw_lora
 
@@ -25,9 +24,7 @@ def bundle(make_tiny_bundle: Any) -> Bundle:
 
 @pytest.fixture(scope="package")
 def store(bundle: Any) -> SoftContextStore:
-    made = SoftContextStore(chromadb.EphemeralClient(), bundle, collection="decoder", key=b"k" * 16)
-    made.add(list(PASSAGES.values()), list(PASSAGES), progress=False)
-    return made
+    return passage_store(bundle, "decoder")
 
 
 @pytest.fixture(scope="package")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
@@ -24,7 +24,7 @@ from ctx_compress_rag.errors import (
     MissingPassageError,
     PayloadError,
 )
-from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.backbone import Backbone, lora_delta
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from helpers import architectures
@@ -252,6 +252,16 @@ def test_a_blend_needs_two_adapters(make_tiny_bundle: Any) -> None:
     config = made.config.model_copy(update={"reader_share": 0.5})
     with pytest.raises(BundleError, match=r"reader_share=0.5"):
         Bundle(config, made.backbone, made.compressor, made.reader)
+
+
+def test_a_dora_is_neither_merged_nor_joined(make_tiny_bundle: Any, tmp_path: Path) -> None:
+    made = make_tiny_bundle()
+    made.backbone.add_adapter("teacher", lambda: LoraConfig(use_dora=True, target_modules=["q_proj"]))
+    layer = made.backbone.model.model.layers[0].self_attn.q_proj
+    assert lora_delta(layer, {"reader": 1.0}) is not None
+    for work in (lambda: lora_delta(layer, {"reader": 0.5, "teacher": 0.5}), lambda: export_for_vllm(made, tmp_path)):
+        with pytest.raises(ConfigError, match="'teacher' is a DoRA"):
+            work()
 
 
 # A row is a list of (length, is it a hole?). All are longer than the sliding window of 8.

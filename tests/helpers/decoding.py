@@ -25,6 +25,13 @@ QUESTION = "Where was Orla Drumwell born?"
 WAIT = 120  # seconds after which a test counts as hanging; nothing here takes a fraction of it, but machines are shared
 
 
+def passage_store(bundle: Any, collection: str) -> SoftContextStore:
+    """The passages in a store in memory."""
+    made = SoftContextStore(chromadb.EphemeralClient(), bundle, collection=collection, key=b"k" * 16)
+    made.add(list(PASSAGES.values()), list(PASSAGES), progress=False)
+    return made
+
+
 def prompts_of(store: SoftContextStore) -> list[Any]:
     """With one passage, three, none; neighbors without text between them; text beside; raw and chat; several ratios."""
     a, b, c = store.markers(["a", "b", "c"], ratio=4)

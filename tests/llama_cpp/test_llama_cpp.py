@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import chromadb
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
 from helpers import architectures
 from helpers.architectures import random_ids
-from helpers.decoding import PASSAGES, begun, prompt_of, prompts_of, wait_for
+from helpers.decoding import begun, passage_store, prompt_of, prompts_of, wait_for
 from helpers.engines import EngineTests
 from helpers.gguf import write_gguf
 from helpers.models import draw_lora, tiny_config, tiny_llama
@@ -66,9 +65,7 @@ def bundle(folder: Path) -> Bundle:
 
 @pytest.fixture(scope="session")
 def store(bundle: Bundle) -> SoftContextStore:
-    made = SoftContextStore(chromadb.EphemeralClient(), bundle, collection="llama", key=b"k" * 16)
-    made.add(list(PASSAGES.values()), list(PASSAGES), progress=False)
-    return made
+    return passage_store(bundle, "llama")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import ConfigError, needs
-from ctx_compress_rag.models.backbone import name_without_peft
+from ctx_compress_rag.models.backbone import lora_delta, name_without_peft
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.prompt import Side
@@ -45,7 +45,7 @@ def llama_cpp_sides(bundle: Bundle) -> tuple[Side, ...]:
     """Return which sides need a file; "text" alone if the same weights read all prompts."""
     reader = plain_reader(bundle, "llama.cpp")
     frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
-    return ("text",) if frozen else ("reader", "text", "blend") if bundle.blends else ("reader", "text")
+    return ("text",) if frozen else bundle.sides
 
 
 def gguf_weights(bundle: Bundle, weights: str) -> Path:
@@ -107,11 +107,8 @@ def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
         (name, module) for name, module in backbone.model.named_modules() if isinstance(module, BaseTunerLayer)
     ]
     for name, layer in layers:
-        for adapter in shares.keys() & layer.scaling.keys():
-            if layer.use_dora.get(adapter):
-                raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
-            weight = f"{name_without_peft(name)}.weight"
-            added[weight] = added.get(weight, 0) + shares[adapter] * layer.get_delta_weight(adapter).float()
+        if (delta := lora_delta(layer, shares)) is not None:
+            added[f"{name_without_peft(name)}.weight"] = delta
     return added
 
 

@@ -11,21 +11,23 @@ from torch import nn
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.models.backbone import lora_delta
+from ctx_compress_rag.prompt import Side
 
-_MERGED: WeakKeyDictionary[PlainDecoder, dict[bool, Any]] = WeakKeyDictionary()
+_MERGED: WeakKeyDictionary[PlainDecoder, dict[Side, Any]] = WeakKeyDictionary()
 _MERGING = threading.Lock()
 
 
-def merged_model(bundle: Bundle, *, blended: bool = False) -> Any:
-    """Return a bundle's model with its reader's LoRA, or its blend, merged; the first call makes it.
+def merged_model(bundle: Bundle, side: Side = "reader") -> Any:
+    """Return a bundle's model with the LoRA of one side merged; the first call makes it.
 
     The model shares all weights that the LoRA does not change. No adapter may be active.
     """
     with _MERGING:
         made = _MERGED.setdefault(bundle, {})
-        if blended not in made:
-            made[blended] = _merge(bundle.backbone.model, bundle.adapter_shares("blend" if blended else "reader"))
-        return made[blended]
+        if side not in made:
+            made[side] = _merge(bundle.backbone.model, bundle.adapter_shares(side))
+        return made[side]
 
 
 @torch.no_grad()
@@ -38,9 +40,8 @@ def _merge(model: Any, shares: Mapping[str, float]) -> Any:
         if isinstance(layer, BaseTunerLayer):
             lora: Any = layer
             merged = lora.get_base_layer()
-            added = [share * lora.get_delta_weight(name) for name, share in shares.items() if name in lora.lora_A]
-            if added:
-                merged.weight = nn.Parameter(merged.weight + sum(added), requires_grad=False)
+            if (delta := lora_delta(lora, shares)) is not None:
+                merged.weight = nn.Parameter(merged.weight + delta.to(merged.weight.dtype), requires_grad=False)
             parent, _, own = name.rpartition(".")
             setattr(twin.get_submodule(parent), own, merged)
     return twin

@@ -39,7 +39,7 @@ class LocalModel:
         """Yield the transformers model, locked for this thread and ready for prompts; see `open_decoder_model`."""
         if self.merged and self.side != "text":
             with self.bundle.backbone.lock:
-                yield merged_model(cast(Bundle, self.bundle), blended=self.side == "blend")
+                yield merged_model(cast(Bundle, self.bundle), self.side)
         else:
             with open_decoder_model(self.bundle, self.side, slot_mask) as model:
                 yield model
