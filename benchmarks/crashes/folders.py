@@ -173,7 +173,8 @@ def looked_at(folder: Path) -> Counter[str]:
     def safely() -> Counter[str]:
         try:
             return look(folder)
-        except CtxCompressError:
+        except CtxCompressError as error:
+            logger.warning("refused: %.300s", error)
             return Counter(refused=1)
         except BaseException as error:
             logger.warning("raw error: %.300r", error)
