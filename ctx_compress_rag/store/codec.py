@@ -108,7 +108,7 @@ class Int8Codec:
 
 
 CODECS: dict[str, Codec] = {"int8": Int8Codec(), "fp16": Fp16Codec()}
-# On benchmarks/world/bundle `ctx-compress eval --codec ...` scores int8 and fp16 alike at 4x and 16x, within 0.001 F1.
+# On benchmarks/world/bundle `ctx-compress eval --codec ...` gives the same F1 with int8 and fp16, at 4x and 16x.
 DEFAULT_CODEC = "int8"
 _BY_CODE = {codec.code: codec for codec in CODECS.values()}
 
