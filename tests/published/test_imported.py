@@ -229,11 +229,11 @@ def test_vectors_are_those_of_the_projects_own_code(name: str, bundle: Bundle) -
     expected = reference(name)
     for text in ("short", "long"):
         [soft] = bundle.compress([TEXTS[text]])
-        # CPUs round differently: up to 1.04e-5 apart, of values up to 3.
+        # In float32 CPUs round differently; the references are up to 1.8e-5 from what float64 gives.
         assert (soft.slots - expected[f"{text}.slots"]).abs().max() < 3e-5
         if f"{text}.vectors" in expected:
             mapped = bundle.reader.projection(soft.slots)  # type: ignore[operator]
-            assert (mapped - expected[f"{text}.vectors"]).abs().max() < 3e-5
+            assert (mapped - expected[f"{text}.vectors"]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("passages", TEXTS["prompts"])
