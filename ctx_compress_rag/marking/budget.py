@@ -9,35 +9,39 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.models.sentence_embedding import embed_questions
 from ctx_compress_rag.store.marker import MAX_FACTOR
-from ctx_compress_rag.store.sentences import sentence_vectors, sentences_of, unpack_sentence_vectors
+from ctx_compress_rag.store.sentences import sentence_vectors, unpack_sentence_vectors
 from ctx_compress_rag.text.answers import CHARACTER
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
+from ctx_compress_rag.text.units import split_passage
 
 # Where a sentence that is too long may be cut: Chinese and Japanese have no spaces.
 _WORD = re.compile(rf"{CHARACTER.pattern}|(?:(?!{CHARACTER.pattern})\S)+")
 
 
 class ScoredSentence(NamedTuple):
-    """A sentence, and the cosine of the sentence's vector and the question's vector."""
+    """A sentence or line of a passage (a `PassageUnit`), and the cosine of its vector and the question's vector."""
 
     text: str
     similarity: float
+    heads: tuple[str, ...] = ()
+    line: bool = False
 
 
 def nearest_sentences(
     texts: Sequence[str], question: str, stored: Sequence[str] | None = None
 ) -> list[list[ScoredSentence]]:
-    """Return the sentences of each text, in order, with their similarity to the question.
+    """Return the sentences and lines of each text, in order, with their similarity to the question.
 
     `stored` has, for each text, its sentences' vectors as the store keeps them, or "" (the default) to encode them
     now. Raises MissingExtraError without the extra `sentences`.
     """
-    parts = [sentences_of(text) for text in texts]
+    parts = [split_passage(text) for text in texts]
     vectors = [
         unpack_sentence_vectors(packed, len(own))
         for packed, own in zip(stored or [""] * len(texts), parts, strict=True)
@@ -47,7 +51,10 @@ def nearest_sentences(
         vectors[place] = made
     [asked] = embed_questions([question])
     similarities = [[] if own is None else (own @ asked).tolist() for own in vectors]
-    return [list(map(ScoredSentence, own, near)) for own, near in zip(parts, similarities, strict=True)]
+    return [
+        [ScoredSentence(unit.text, score, unit.heads, unit.line) for unit, score in zip(own, near, strict=True)]
+        for own, near in zip(parts, similarities, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -160,14 +167,21 @@ class Budget:
         return self._joined(shown, kept)
 
     def _joined(self, shown: Sequence[ShownPassage], kept: Sequence[dict[int, str]]) -> list[ShownPassage]:
-        """Return what is shown with the kept sentences, and a blank line, over which no answer quotes, at each gap."""
+        """Return what is shown with the kept sentences, and a blank line, over which no answer quotes, at each gap.
+
+        Lines stand below their heads, of which those that are above the line before, too, are not repeated.
+        """
         joined = []
         for each, passage, own in zip(shown, self.passages, kept, strict=True):
-            text = ""
+            text, above = "", tuple[str, ...]()
             for place in sorted(own):
+                unit = passage.sentences[place]
                 follows = place > 0 and own.get(place - 1) == passage.sentences[place - 1].text
-                text += ("" if not text else " " if follows else PASSAGE_SEPARATOR) + own[place]
-            joined.append(each._replace(text=text) if own else each)
+                text += "" if not text else PASSAGE_SEPARATOR if not follows else "\n" if unit.line else " "
+                known = len([*takewhile(lambda pair: pair[0] == pair[1], zip(above, unit.heads, strict=False))])
+                text += "\n".join((*unit.heads[known:], own[place]))
+                above = (*unit.heads, own[place])
+            joined.append(each._replace(text=text.strip()) if own else each)
         return joined
 
     def _only(self, best: int, shown: ShownPassage) -> list[ShownPassage]:

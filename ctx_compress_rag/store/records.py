@@ -37,7 +37,7 @@ from ctx_compress_rag.store.sentences import pack_sentence_vectors, sentence_vec
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
 
-FORMAT = 6
+FORMAT = 7
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
 _EMBEDDING = [0.0]  # Chroma requires an embedding; one dimension costs least
 # Nobody searches the dummy embeddings, so the graph is as small as Chroma allows. Synchronizing every 100
@@ -103,7 +103,7 @@ class Records(ChromaCollection):
         if metadata["ctx_format"] != FORMAT:
             raise StoreError(
                 f"the store {self.name!r} in {where} has format {short_repr(metadata['ctx_format'])}, and this version "
-                f"reads {FORMAT}: {again}"
+                f"reads {FORMAT}: run `ctx-compress index` with another --store, or {again}"
             )
         kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}
         if odd := [name for name, kind in kinds.items() if type(metadata.get(name)) is not kind or not metadata[name]]:

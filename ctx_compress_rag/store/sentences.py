@@ -1,4 +1,4 @@
-"""Vectors of a passage's sentences, stored with the passage in 8 bits, so that no question has to wait for them."""
+"""Vectors of a passage's sentences and lines, stored with it in 8 bits, so that no question has to wait for them."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,18 @@ from numpy.typing import NDArray
 from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import decode_soft_context, encode_soft_context
-from ctx_compress_rag.text.sentences import split_sentences
+from ctx_compress_rag.text.units import split_passage
 
 Vectors = NDArray[np.float32]
 _DIM = 384
 
 
-def sentences_of(text: str) -> list[str]:
-    """Return the sentences of a text that are not blank, without surrounding space."""
-    return [part for part in map(str.strip, split_sentences(text)) if part]
-
-
 def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
-    """Return each text's unit vectors (sentences, 384). Raise MissingExtraError without the extra `sentences`."""
-    parts = [sentences_of(text) for text in texts]
+    """Return the vectors (units, 384), of length 1, of each text's units, each with its heads.
+
+    Raises MissingExtraError without the extra `sentences`.
+    """
+    parts = [["\n".join(unit.path) for unit in split_passage(text)] for text in texts]
     flat = [part for own in parts for part in own]
     if not flat:
         return [np.zeros((0, _DIM), np.float32)] * len(parts)
@@ -30,7 +28,7 @@ def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
 
 
 def pack_sentence_vectors(vectors: Vectors) -> str:
-    """Return vectors (sentences, 384) as text for a record, in 8 bits. The error of a cosine is below 0.01."""
+    """Return vectors (units, 384) as text for a record, in 8 bits. The error of a cosine is below 0.01."""
     return encode_soft_context(SoftContext(torch.from_numpy(vectors), torch.ones(len(vectors), dtype=torch.int64)))
 
 
