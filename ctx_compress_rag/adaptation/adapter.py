@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ctx_compress_rag.bundle.files import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.backbone import PEFT_PREFIX
+from ctx_compress_rag.models.layers import PEFT_PREFIX
 
 SEPARATE = frozenset({"q_proj", "k_proj", "v_proj"})
 FUSED = "qkv_proj"

@@ -20,7 +20,7 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.backbone import decoder_layers
+from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import faults_raised_as
 
@@ -102,7 +102,7 @@ class _Reached(Exception):
 def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> Tensor:
     """Return the states of every position: (rows, length, dim)."""
     if layer is None:
-        states: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
+        states: Tensor = decoder_trunk(model)(**inputs, use_cache=False).last_hidden_state
         return states
     count = int(model.config.get_text_config().num_hidden_layers)
     if layer > count:
@@ -113,9 +113,9 @@ def _hidden_states(model: Any, inputs: dict[str, Tensor], layer: int | None) -> 
         made.append(output[0] if isinstance(output, tuple) else output)
         raise _Reached
 
-    last = decoder_layers(model.base_model, count)[layer - 1]
+    last = decoder_layers(model)[layer - 1]
     with suppress(_Reached), last.register_forward_hook(stop):
-        model.base_model(**inputs, use_cache=False)
+        decoder_trunk(model)(**inputs, use_cache=False)
     return made[0]
 
 

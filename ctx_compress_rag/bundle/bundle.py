@@ -26,6 +26,7 @@ from ctx_compress_rag.bundle.files import (
     REPORT_FILE,
     TEACHER,
     WEIGHTS_FILE,
+    adapter_layers,
     check_bundle_files,
     check_bundle_folder_free,
     check_bundle_weights_unchanged,
@@ -48,6 +49,7 @@ from ctx_compress_rag.models.gguf import GgufDecoder, pin_gguf
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.models.int8 import weights_from_int8, weights_to_int8
 from ctx_compress_rag.models.loading import INT8_FILE, open_decoder, progress_line
+from ctx_compress_rag.models.state import own_buffers
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window
 from ctx_compress_rag.strict import as_int
@@ -146,8 +148,12 @@ class Bundle(PlainDecoder):
             )
             tokenizer.chat_template = config.chat_template or tokenizer.chat_template
             teacher = folder / TEACHER
-            bundle = cls.build(config, Backbone(model, tokenizer), teacher if teacher.exists() else None)
-            bundle._read(folder)
+            backbone = Backbone(model, tokenizer)
+            parts = (part for part in ("compressor", "reader") if (folder / part / ADAPTER_CONFIG_FILE).exists())
+            adapters = {part: read_adapter_tensors(folder / part) for part in parts}
+            backbone.adapter_layers |= {part: adapter_layers(tensors) for part, tensors in adapters.items()}
+            bundle = cls.build(config, backbone, teacher if teacher.exists() else None)
+            bundle._read(folder, adapters)
             if device_map is not None or quantization_config is not None:
                 _ = bundle.backbone.model  # an impossible value shows only now
         if bundle.backbone.quantized:
@@ -155,7 +161,7 @@ class Bundle(PlainDecoder):
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
 
-    def _read(self, folder: Path) -> None:
+    def _read(self, folder: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Read the bundle's folder, but not the decoder's weights, which must be those of the fingerprint."""
         config, backbone, shipped = self.config, self.backbone, folder / DECODER_FOLDER
         self._folder = folder
@@ -166,7 +172,7 @@ class Bundle(PlainDecoder):
             stored[part] = own = read_bundle_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(own)
             if part in backbone.adapters:
-                stored[f"{part} adapter"] = read_adapter_tensors(folder / part)
+                stored[f"{part} adapter"] = adapters.get(part) or read_adapter_tensors(folder / part)
                 backbone.when_loaded(partial(load_bundle_adapter, backbone, part, folder / part))
         if config.decoder is None:
             stored[DECODER_FOLDER] = read_decoder_tensors(shipped)
@@ -360,7 +366,7 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
     """
     if not (folder / ADAPTER_CONFIG_FILE).exists():
         raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
-    read_adapter_tensors(folder)  # a damaged one shows at once
+    backbone.adapter_layers[TEACHER] = adapter_layers(read_adapter_tensors(folder))  # a damaged one shows at once
 
     def add() -> None:
         from peft import LoraConfig
@@ -422,7 +428,10 @@ def _save_decoder(bundle: Bundle, folder: Path, pack: _Pack, *, int8: bool) -> N
     """Write the decoder as a transformers folder, without adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     write_decoder(bundle.backbone.model, bundle.tokenizer, folder)
-    packed = pack(bundle.backbone.own_state())
+    state, exact = bundle.backbone.own_state(), own_buffers(bundle.backbone.model)
+    packed = pack({name: value for name, value in state.items() if name not in exact}) | {
+        name: state[name] for name in exact
+    }
     bundle.backbone.load_own_state(weights_from_int8(packed))
     save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
     # An older file of the other kind could be read instead.

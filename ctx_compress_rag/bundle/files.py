@@ -2,7 +2,7 @@
 
 import json
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.int8 import weights_from_int8
+from ctx_compress_rag.models.layers import PEFT_PREFIX
 from ctx_compress_rag.models.loading import INT8_FILE
 from ctx_compress_rag.strict import faults_raised_as
 
@@ -154,8 +155,11 @@ def read_bundle_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def read_bundle_tensors(path: Path) -> dict[str, Tensor]:
-    """Return a file's tensors by name, unpacked from 8 bits. Raise BundleError if the file is missing or damaged."""
+def read_bundle_tensors(path: Path, *, counts: bool = False) -> dict[str, Tensor]:
+    """Return a file's tensors by name, unpacked from 8 bits. Raise BundleError if the file is missing or damaged.
+
+    `counts` admits whole numbers, which some decoders keep beside their weights.
+    """
     try:
         tensors = weights_from_int8(load_file(path))
     except FileNotFoundError:
@@ -163,7 +167,7 @@ def read_bundle_tensors(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
     for name, value in tensors.items():
-        if not value.is_floating_point() or not value.isfinite().all():
+        if not (counts or value.is_floating_point()) or not value.isfinite().all():
             raise BundleError(
                 f"{path} is damaged ({name} holds a NaN, an infinity or whole numbers): fetch or make the bundle again"
             )
@@ -173,9 +177,9 @@ def read_bundle_tensors(path: Path) -> dict[str, Tensor]:
 def read_decoder_tensors(folder: Path) -> Mapping[str, Tensor]:
     """Return the tensors, by name, of the decoder in a bundle's folder `decoder`. Errors: see `read_bundle_tensors`."""
     if (folder / INT8_FILE).exists():
-        return read_bundle_tensors(folder / INT8_FILE)
+        return read_bundle_tensors(folder / INT8_FILE, counts=True)
     shards = sorted(folder.glob("*.safetensors"))
-    return _Shards(shards) if len(shards) > 1 else read_bundle_tensors(folder / WEIGHTS_FILE)
+    return _Shards(shards) if len(shards) > 1 else read_bundle_tensors(folder / WEIGHTS_FILE, counts=True)
 
 
 class _Shards(Mapping[str, Tensor]):
@@ -203,3 +207,8 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors, by name, of an adapter's folder, unpacked from 8 bits. Errors: see `read_bundle_tensors`."""
     int8 = folder / INT8_ADAPTER_FILE
     return read_bundle_tensors(int8 if int8.exists() else folder / ADAPTER_FILE)
+
+
+def adapter_layers(tensors: Iterable[str]) -> list[str]:
+    """Return the full names of the layers that an adapter's tensors, by their names in its file, belong to."""
+    return list(dict.fromkeys(name.removeprefix(PEFT_PREFIX).split(".lora_")[0] for name in tensors))

@@ -12,8 +12,9 @@ from ctx_compress_rag.bundle.files import ADAPTER_FILE, DECODER_FOLDER, WEIGHTS_
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone, check_no_dora
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import write_decoder
+from ctx_compress_rag.models.layers import PEFT_PREFIX, adapted_weight, check_no_dora, tuner_layers
 from ctx_compress_rag.prompt import Side
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
@@ -46,6 +47,11 @@ def vllm_models(bundle: Bundle) -> dict[Side, str]:
 def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
     """Write decoder and adapters for vLLM, each into a subfolder; return the words of the command that serves them."""
     models, backbone, folder = vllm_models(bundle), bundle.backbone, Path(folder)
+    if any(adapted_weight(layer) != "weight" for _, layer in tuner_layers(backbone.model)):
+        raise ConfigError(
+            f"bundle {bundle.config.name!r}: its adapters change fused experts, for which vLLM has none: leave experts "
+            "out of target_modules, or use the engine 'transformers'"
+        )
     decoder = folder / DECODER_FOLDER
     decoder.mkdir(parents=True, exist_ok=True)
     write_decoder(backbone.model, bundle.tokenizer, decoder)

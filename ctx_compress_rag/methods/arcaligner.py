@@ -17,11 +17,11 @@ from transformers.cache_utils import Cache
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
-from ctx_compress_rag.methods.base.part import linear_layers
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
-from ctx_compress_rag.models.backbone import Backbone, decoder_layers
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk, linear_layers
 from ctx_compress_rag.strict import Strict
 
 
@@ -186,8 +186,7 @@ class ArcAlignerReader(Reader):
         # in any thread, inside `decoder` or outside, have an unchanged decoder.
         tensors = chain(backbone.model.parameters(), backbone.model.buffers())
         model = copy.deepcopy(backbone.model, {id(tensor): tensor for tensor in tensors})
-        trunk = model.get_decoder()
-        layers = decoder_layers(trunk, model.config.get_text_config().num_hidden_layers)
+        trunk, layers = decoder_trunk(model), decoder_layers(model)
         trunk.forward = partial(self._forward, trunk.forward)
         self._layers = list(layers)
         self._twin = [model]  # torch registers no list, so the decoder is not saved with the reader

@@ -14,6 +14,7 @@ from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.layers import decoder_trunk
 from ctx_compress_rag.soft_context import mean_pool_slots
 
 
@@ -169,7 +170,7 @@ class ComprexitCompressor(TokenCompressor):
         self.dim = config.slot_dim
         self.depth: DepthGates | None = None
         if config.layers == "all":
-            layers = backbone.config.num_hidden_layers
+            layers = backbone.config.get_text_config().num_hidden_layers
             self.depth = DepthGates(layers, backbone.dim, config.gate_dim, config.temperature)
         self.anchor = nn.Linear(backbone.dim, config.slot_dim, bias=False)  # W_a
         self.allocation: nn.Module = (
@@ -192,7 +193,7 @@ class ComprexitCompressor(TokenCompressor):
         """
         input_ids, _, first = self.behind_bos(input_ids, torch.ones_like(input_ids))
         with self.backbone.use(None) as model:
-            output = model.base_model(input_ids=input_ids, use_cache=False, output_hidden_states=True)
+            output = decoder_trunk(model)(input_ids=input_ids, use_cache=False, output_hidden_states=True)
         states = [state[:, first:].to(self.anchor.weight.dtype) for state in output.hidden_states[1:]]
         return [F.rms_norm(state, state.shape[-1:]) for state in states]
 

@@ -1,6 +1,6 @@
 """The decoder's weights, shared by everything that uses them, with named LoRA adapters on top."""
 
-import warnings
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,15 +10,10 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.fair_lock import FairLock
+from ctx_compress_rag.models.layers import PEFT_PREFIX, fused_experts, is_wanted, lora_places
 from ctx_compress_rag.models.loading import UnloadedModel, convert_weights
+from ctx_compress_rag.models.state import load_own_tensors, own_tensors
 from ctx_compress_rag.models.transformers_internals import hub_commit
-
-PEFT_PREFIX = "base_model.model."  # the prefix that peft puts before the parameter names of a model that it adapts
-
-
-def name_without_peft(name: str) -> str:
-    """Return a parameter's name without the parts that peft adds: one for a layer, two for a mixture of experts."""
-    return name.replace("base_layer.", "")
 
 
 class Backbone:
@@ -33,6 +28,8 @@ class Backbone:
         self.tokenizer = tokenizer
         self.lock = FairLock()
         self.adapters: set[str] = set()
+        self.adapter_layers: dict[str, list[str]] = {}  # by full names, of adapters that come from files
+        self.left_out: dict[str, dict[str, str]] = {}  # of adapters made here: layers that take none, and why
         self._when_loaded: list[Callable[[], None]] = []
         self._trained: set[str] = set()
         self._active: Mapping[str, float] = {}
@@ -103,25 +100,38 @@ class Backbone:
     def copy_model(self) -> Any:
         """Return a frozen copy of the causal LM, without adapters, that shares the input embeddings."""
         model = type(self.model)(self.model.config)
-        model.load_state_dict(self.own_state(), strict=False)
+        load_own_tensors(model, self.own_state())
         model.generation_config = self.model.generation_config
         convert_weights(model.to(self.device), self.model.dtype)
         model.set_input_embeddings(self.embeddings)
         model.tie_weights()
         return model.eval().requires_grad_(False)
 
-    def add_adapter(self, name: str, config: Callable[[], Any]) -> None:
-        """Make an untrained, frozen, inactive LoRA adapter once the model is loaded; `config` gives its LoraConfig."""
-        self.adapters.add(name)
-        self.when_loaded(lambda: self._inject(name, config()))
+    def add_adapter(self, name: str, config: Callable[[], Any], layers: int | None = None) -> None:
+        """Make an untrained, frozen, inactive LoRA adapter once the model is loaded; `config` gives its LoraConfig.
 
-    def _inject(self, name: str, config: Any) -> None:
+        It adapts what `lora_places` chooses in the decoder's first `layers` layers (None: all), or, if
+        `adapter_layers` has the adapter, the layers of its file.
+        """
+        self.adapters.add(name)
+        self.when_loaded(lambda: self._inject(name, config(), layers))
+
+    def _inject(self, name: str, config: Any, layers: int | None) -> None:
         from peft import inject_adapter_in_model
 
-        with warnings.catch_warnings():
-            # peft advises against a second adapter on one model; having several is the point here.
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")
-            inject_adapter_in_model(config, self.model, adapter_name=name)
+        if (stored := self.adapter_layers.get(name)) is None:
+            places = lora_places(self.model, config.target_modules, layers)
+            config.target_modules, config.target_parameters = places.layers, places.experts
+            self.left_out[name] = places.left_out
+        else:
+            experts = {weight: weight.rpartition(".")[0] for weight in fused_experts(self.model)}
+            named = {weight for weight in experts if is_wanted(weight, config.target_modules)}
+            config.target_parameters = [*(config.target_parameters or ()), *sorted(named)]
+            config.target_modules = [layer for layer in stored if layer not in experts.values()]
+        # In a list without a config: by a decoder's type, peft would take names of layers for those of experts, and
+        # refuse layers that are not adapted here anyway.
+        inject_adapter_in_model(config, nn.ModuleList([self.model]), adapter_name=name)
+        self.model.peft_config = {**getattr(self.model, "peft_config", {}), name: config}
         self.model.requires_grad_(False)
         self.model.eval()
         self._activate(self._active)
@@ -186,36 +196,22 @@ class Backbone:
         return getattr(self._model, "hf_quantizer", None) is not None
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the decoder's own weights by transformers' names, each once; raise a ConfigError if quantized."""
+        """Return the decoder's `own_tensors`, on the CPU; raise a ConfigError if quantized."""
         if self.quantized:
             raise ConfigError("the decoder's weights are quantized: load the bundle without quantization_config")
-        state: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():  # names a tied weight once
-            if "lora_" not in name:
-                state[name_without_peft(name)] = parameter.detach().cpu().contiguous()
-        return state
+        return {name: value.cpu().contiguous() for name, value in own_tensors(self.model).items()}
 
-    def load_own_state(self, state: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if "lora_" not in name:
-                    parameter.copy_(state[name_without_peft(name)])
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        load_own_tensors(self.model, state)
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Return the weights of the existing adapter `name`, on the CPU, by the names that peft's files use."""
-        from peft import get_peft_model_state_dict
+        return {key: value.detach().cpu().contiguous() for key, value in self._adapter_weights(name).items()}
 
-        # Adapters never contain embeddings here; by default, peft would ask the hub whether they might.
-        state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
-        return {f"{PEFT_PREFIX}{key}": value.detach().cpu().contiguous() for key, value in state.items()}
-
-    def load_adapter_state(self, name: str, state: dict[str, Tensor]) -> None:
+    def load_adapter_state(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Load an `adapter_state` into the existing adapter `name`; raise BundleError if names or shapes differ."""
-        from peft import set_peft_model_state_dict
-
-        expected = self.adapter_state(name)
-        if state.keys() != expected.keys():
-            odd = sorted(state.keys() ^ expected.keys())
+        expected = self._adapter_weights(name)
+        if odd := sorted(state.keys() ^ expected.keys()):
             raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, such as {odd[0]}")
         for key, value in state.items():
             if value.shape != expected[key].shape:
@@ -223,31 +219,12 @@ class Backbone:
                     f"adapter {name!r} does not fit its config: {key} has shape {tuple(value.shape)}, "
                     f"not {tuple(expected[key].shape)}"
                 )
-        plain = {key.removeprefix(PEFT_PREFIX): value for key, value in state.items()}
-        set_peft_model_state_dict(self.model, plain, adapter_name=name)
+        with torch.no_grad():
+            for key, weight in expected.items():
+                weight.copy_(state[key])
 
-
-def lora_delta(layer: Any, shares: Mapping[str, float]) -> Tensor | None:
-    """Return what these shares of adapters add to a peft layer's weight, in float32; None if it has none of them.
-
-    Raises ConfigError for a DoRA.
-    """
-    deltas = []
-    for adapter in filter(layer.scaling.__contains__, shares):
-        check_no_dora(layer, adapter)
-        deltas.append(shares[adapter] * layer.get_delta_weight(adapter).float())
-    return sum(deltas[1:], deltas[0]) if deltas else None
-
-
-def check_no_dora(layer: Any, adapter: str) -> None:
-    """Raise ConfigError if an adapter of a peft layer is a DoRA, whose change of the weight is no sum with it."""
-    if layer.use_dora.get(adapter):
-        raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
-
-
-def decoder_layers(trunk: nn.Module, count: int) -> nn.ModuleList:
-    """Return the list of the `count` layers of a decoder without its head, whatever the architecture calls it."""
-    for child in trunk.children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            return child
-    raise ConfigError(f"{type(trunk).__name__} has no list of its {count} layers: choose another decoder")
+    def _adapter_weights(self, adapter: str) -> dict[str, nn.Parameter]:
+        # peft's own functions would rename, for some decoders, when saving and not when loading, or the reverse.
+        own = re.compile(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)")
+        weights = {own.sub(r"\1", name): p for name, p in self.model.named_parameters() if own.search(name)}
+        return {f"{PEFT_PREFIX}{name.replace('_vector.weight', '_vector')}": p for name, p in weights.items()}

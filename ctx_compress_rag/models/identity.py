@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.models.state import own_tensors
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _OF_WEIGHTS = ".index.json"
@@ -58,11 +59,11 @@ def decoder_weights_digest(model: Any, adapter: str) -> str:
     The sample is in bfloat16, so that the result does not depend on the dtype that the model is loaded in.
     """
     digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        if "lora_" not in name or f".{adapter}." in name:
-            part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
-            digest.update(f"{name.replace('base_layer.', '')} {tuple(weight.shape)}".encode())
-            digest.update(part.numpy().tobytes())
+    adapters = {name: weight for name, weight in model.named_parameters() if f".{adapter}." in name and "lora_" in name}
+    for name, weight in (own_tensors(model) | adapters).items():
+        part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(part.numpy().tobytes())
     return digest.hexdigest()
 
 

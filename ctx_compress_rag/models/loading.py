@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, open_gguf
 from ctx_compress_rag.models.int8 import weights_from_int8
+from ctx_compress_rag.models.state import load_own_tensors, own_tensors
 from ctx_compress_rag.models.transformers_internals import hub_commit
 
 logger = logging.getLogger(__name__)
@@ -212,9 +213,7 @@ def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
     if not placed:
         return model
     # Each weight once: of a tied one given twice, older transformers compare the data, which may be on the disk.
-    once = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
-    state = {name: value for name, value in model.state_dict().items() if name in once}
-    settings = model.generation_config
+    state, settings = own_tensors(model), model.generation_config
     made = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=model.dtype, **placed)
     made.generation_config = settings
     return made
@@ -226,9 +225,9 @@ def _from_int8(file: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     state = weights_from_int8(load_file(file))
-    model.load_state_dict(state, strict=False)
-    if odd := state.keys() ^ dict(model.named_parameters()).keys():
+    if odd := state.keys() ^ own_tensors(model).keys():
         raise ValueError(f"{file} does not fit its config: {len(odd)} names differ, for example {min(odd)}")
+    load_own_tensors(model, state)
     return convert_weights(model, dtype)
 
 

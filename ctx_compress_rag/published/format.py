@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.models.backbone import PEFT_PREFIX, Backbone
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.layers import PEFT_PREFIX
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint, short_error
 from ctx_compress_rag.text.chat import PromptTokenizer
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -92,8 +93,8 @@ class PublishedDecoder(Backbone):
         """The CPU, on which the bundle's own tensors are."""
         return torch.device("cpu")
 
-    def add_adapter(self, name: str, config: Any) -> None:
-        super().add_adapter(name, config)
+    def add_adapter(self, name: str, config: Callable[[], Any], layers: int | None = None) -> None:
+        super().add_adapter(name, config, layers)
         for part in [module for key, module in self.model.named_modules() if "lora_" in key]:
             for key, value in part._parameters.items():
                 if value is not None and value.is_meta:

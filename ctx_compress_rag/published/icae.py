@@ -3,7 +3,7 @@
 import re
 
 from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.models.backbone import PEFT_PREFIX
+from ctx_compress_rag.models.layers import PEFT_PREFIX
 from ctx_compress_rag.published.format import ConvertedCheckpoint, PublishedDecoder, PublishedFormat, instruct_format
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig, BundleSource
-from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER
+from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, adapter_layers
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import decoder_files_digest, model_folder_digest
 from ctx_compress_rag.published.format import (
@@ -152,6 +152,7 @@ class PublishedImport:
         own = dict(conversion.settings)
         with faults_raised_as(BundleError, f"{checkpoint}: its settings make no bundle: "):
             config = BundleConfig(**{"ratios": [own["base_ratio"]], **own, "name": name, "source": source, **settings})
+        self.decoder.adapter_layers |= {part: adapter_layers(state) for part, state in conversion.adapters.items()}
         bundle = Bundle.build(config, self.decoder)
         for part, state in (("compressor", conversion.compressor), ("reader", conversion.reader)):
             bundle.parts[part].load_saved_state(dict(state))

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from benchmarks.world import BUNDLE as DEMO
 from ctx_compress_rag.bundle.bundle import Bundle, add_teacher
+from ctx_compress_rag.decoding.engines.merging import merged_model
+from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.models.backbone import Backbone
@@ -79,13 +81,15 @@ def test_in_half_precision_all_three_are_ordinary_peft_adapters(made: Bundle, tm
 
 
 def test_experts_are_adapted_saved_and_loaded(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """peft wraps the experts of a layer twice, once for each of their two matrices."""
+    """Only by name. peft wraps the experts of a layer twice, once for each of their two matrices."""
     torch.manual_seed(4)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     sizes = {"vocab_size": len(tiny_tokenizer), "head_dim": 16, "tie_word_embeddings": True}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **sizes)).eval()
-    made = Bundle.build(tiny_config(), Backbone(model, tiny_tokenizer))
+    tune = {"target_modules": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    method = {"name": "mean_pooling", "encoder": {}, "decoder": tune}
+    made = Bundle.build(tiny_config(method=method), Backbone(model, tiny_tokenizer))
     draw_lora(model, std=0.1)
     made.save_pretrained(tmp_path)
     assert any("experts" in name for name in load_file(tmp_path / "reader" / "adapter_model.safetensors"))
@@ -93,7 +97,12 @@ def test_experts_are_adapted_saved_and_loaded(tiny_tokenizer: Any, tmp_path: Pat
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", dtype=torch.float32).eval()
     tuned = PeftModel.from_pretrained(plain, tmp_path / "reader").eval()
     with torch.no_grad():
-        torch.testing.assert_close(tuned(input_ids=PROMPT).logits, logits(made)[1], atol=1e-4, rtol=1e-4)
+        for reader in (tuned, merged_model(made)):
+            torch.testing.assert_close(reader(input_ids=PROMPT).logits, logits(made)[1], atol=1e-4, rtol=1e-4)
+    names = " ".join(made.backbone.adapter_state("compressor"))
+    assert "q_proj" in names and "experts" not in names and "gate" not in names
+    with pytest.raises(ConfigError, match="experts"):
+        export_for_vllm(made, tmp_path / "vllm")
 
 
 def test_each_form_replaces_what_is_in_the_folder(made: Bundle, make_tiny_bundle: Any, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from ctx_compress_rag.errors import (
     MissingPassageError,
     PayloadError,
 )
-from ctx_compress_rag.models.backbone import Backbone, lora_delta
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.layers import lora_delta
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from helpers import architectures

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.decoding.splice import SplicedPrompts, splice_prompts
 from ctx_compress_rag.methods.arcaligner import ArcAlignerConfig, ArcAlignerReader
-from ctx_compress_rag.models.backbone import Backbone, decoder_layers
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.layers import decoder_layers
 from helpers import architectures
 from helpers.decoding import prompt_of
 
@@ -101,7 +102,7 @@ def merged_model(reader: ArcAlignerReader, mask: Tensor, weights: dict[str, Tens
     """
     model = copy.deepcopy(reader.backbone.model)
     state = weights or reader.state_dict()
-    layers = decoder_layers(model.get_decoder(), model.config.num_hidden_layers)
+    layers = decoder_layers(model)
     for number, layer in enumerate(layers):
         for name, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):

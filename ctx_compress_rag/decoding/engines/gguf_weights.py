@@ -20,9 +20,9 @@ from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import ConfigError, needs
-from ctx_compress_rag.models.backbone import lora_delta, name_without_peft
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import write_decoder
+from ctx_compress_rag.models.layers import added_to_weights
 from ctx_compress_rag.prompt import Side
 
 logger = logging.getLogger(__name__)
@@ -95,21 +95,11 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") ->
 
 def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
     """Return what one side adds to the decoder's weights that it changes, by transformers' names, in float32."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     backbone, reader = bundle.backbone, bundle.reader
     if side == "reader" and reader.own is not None:
         own = dict(reader.own.named_parameters())
         return {name: own[name].float() - base.float() for name, base in backbone.own_state().items() if name in own}
-    shares = bundle.adapter_shares(side)
-    added: dict[str, Tensor] = {}
-    layers: list[tuple[str, Any]] = [
-        (name, module) for name, module in backbone.model.named_modules() if isinstance(module, BaseTunerLayer)
-    ]
-    for name, layer in layers:
-        if (delta := lora_delta(layer, shares)) is not None:
-            added[f"{name_without_peft(name)}.weight"] = delta
-    return added
+    return added_to_weights(backbone.model, bundle.adapter_shares(side))
 
 
 def _checkpoint(bundle: Bundle, added: Mapping[str, Tensor], digest: str, folder: Path, weights: str) -> str:

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.part import MethodPart, linear_layers, train_decoder_copy
+from ctx_compress_rag.methods.base.part import MethodPart, train_decoder_copy
 from ctx_compress_rag.methods.base.rendering import PassageRenderer
-from ctx_compress_rag.models.backbone import Backbone, decoder_layers
+from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import bos_token_id
 
@@ -196,31 +197,18 @@ class TrunkCompressor(Compressor):
         self._kept = layers
         self.encoder = self._of(backbone.copy_model()) if tune.mode == "full" else None
         if tune.mode == "lora":
-            backbone.add_adapter(self.side, self._lora)
-
-    def _layers(self, model: Any) -> nn.ModuleList:
-        return decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers)[: self._kept]
+            backbone.add_adapter(self.side, lambda: lora_config(tune), layers)
 
     def _of(self, model: Any) -> nn.Module:
         """Return a causal LM without its head, or a view of it that runs only the encoder's layers and the norm."""
-        trunk: nn.Module = model.base_model
+        trunk: nn.Module = decoder_trunk(model)
         if self._kept is None:
             return trunk
-        view, layers = copy.copy(trunk), self._layers(model)
+        view, layers = copy.copy(trunk), decoder_layers(model)
         view._modules = {
-            name: layers if isinstance(child, nn.ModuleList) and child[0] is layers[0] else child
-            for name, child in trunk._modules.items()
+            name: layers[: self._kept] if child is layers else child for name, child in trunk._modules.items()
         }
         return view
-
-    def _lora(self) -> Any:
-        config = lora_config(self.tune)
-        if self._kept is not None:
-            if config.target_modules == "all-linear":  # peft cannot combine it with a choice of layers
-                layers = self._layers(self.backbone.model)
-                config.target_modules = {name.rpartition(".")[2] for name, _ in linear_layers(layers)}
-            config.layers_to_transform = list(range(self._kept))
-        return config
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make the encoder and the method's own weights trainable, as `tune` says, and return them."""

@@ -1,7 +1,6 @@
 """What the two parts of a method, compressor and reader, have in common."""
 
 from abc import ABC
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -46,13 +45,6 @@ class MethodPart(nn.Module, ABC):
                     shapes = f"{tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
                     raise BundleError(f"the {self.side}'s {name} has shape {shapes}")
                 parameters[name].copy_(value)
-
-
-def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers, with names, of a decoder or of some of its layers, but not those of LoRA adapters."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and "lora_" not in name:
-            yield name.removesuffix(".base_layer"), layer
 
 
 def train_decoder_copy(model: nn.Module) -> list[nn.Parameter]:

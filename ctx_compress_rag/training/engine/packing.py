@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.models.layers import decoder_trunk
 
 PADDING = -1
 
@@ -125,7 +126,7 @@ def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
     if not wanted.any():
         raise ConfigError("no prompt of a batch fits into `packing`: give it a greater length or more rows")
     # Without a mask, transformers finds the sequences by their positions, and makes each layer's mask, of its window.
-    hidden = model.base_model(**inputs, position_ids=rows.positions, use_cache=False).last_hidden_state
+    hidden = decoder_trunk(model)(**inputs, position_ids=rows.positions, use_cache=False).last_hidden_state
     losses = F.cross_entropy(
         head_logits(model, hidden[:, :-1][wanted]), rows.input_ids[:, 1:][wanted], reduction="none"
     )

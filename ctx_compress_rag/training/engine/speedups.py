@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ctx_compress_rag.models.backbone import decoder_layers
+from ctx_compress_rag.models.layers import decoder_layers
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.torch_internals import compile_for_all, cpu_has_bfloat16
 
@@ -32,7 +32,7 @@ def compile_decoder_layers(model: Any, dynamic: bool = False) -> None:
     compile_for_all()
     if model.device.type == "cpu":
         model.set_attn_implementation("eager")
-    for layer in decoder_layers(model.base_model, model.config.get_text_config().num_hidden_layers):
+    for layer in decoder_layers(model):
         layer.compile(dynamic=dynamic)
 
 

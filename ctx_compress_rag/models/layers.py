@@ -1,0 +1,173 @@
+"""A decoder's layers: which of them take LoRA, and what adapters add to their weights."""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.models.state import name_without_peft
+
+PEFT_PREFIX = "base_model.model."  # the prefix that peft puts before the parameter names of a model that it adapts
+_ROUTERS = {"gate", "router"}
+
+
+def decoder_trunk(model: Any) -> Any:
+    """Return the decoder of a causal LM without its head, and of a multimodal one the part that reads text."""
+    base = model.base_model if model.base_model is not model else model.model  # Llama 4's is the causal LM itself
+    return base.get_decoder() if hasattr(base, "get_decoder") else base
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Return the list of a causal LM's layers, whatever the architecture calls it. Raise ConfigError if it has none."""
+    trunk, count = decoder_trunk(model), model.config.get_text_config().num_hidden_layers
+    for child in trunk.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ConfigError(f"{type(trunk).__name__} has no list of its {count} layers: choose another decoder")
+
+
+def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers, with names, of a decoder or of some of its layers, but not those of LoRA adapters."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and "lora_" not in name:
+            yield name.removesuffix(".base_layer"), layer
+
+
+def fused_experts(model: nn.Module) -> list[str]:
+    """Return the names of the weights that hold a matrix for each expert."""
+    weights = ((name, p) for name, p in model.named_parameters() if "lora_" not in name and "conv" not in name)
+    return [name_without_peft(name) for name, parameter in weights if parameter.ndim == 3]
+
+
+def is_wanted(name: str, wanted: str | Collection[str]) -> bool:
+    """Whether a full name is one of `wanted` or ends with one; one str, such as "all-linear", names nothing."""
+    return not isinstance(wanted, str) and any(name == each or name.endswith(f".{each}") for each in wanted)
+
+
+@dataclass(frozen=True)
+class LoraPlaces:
+    """What of a decoder takes LoRA, by full names, and why what else was wanted takes none."""
+
+    layers: list[str]
+    experts: list[str]  # fused weights
+    left_out: dict[str, str]
+
+
+def lora_places(model: Any, wanted: str | Collection[str], kept: int | None = None) -> LoraPlaces:
+    """Choose the linear layers that take LoRA, in the decoder's first `kept` layers; None means the whole model.
+
+    `wanted` is "all-linear", or names or ends of names. Routers and fused experts take LoRA only by name: for experts
+    peft computes the changed weights of all of them in every pass. Raises ConfigError if nothing is left.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    kinds, head = (nn.Linear, Conv1D), model.get_output_embeddings()
+    modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
+    names = [name for name, module in modules.items() if isinstance(module, kinds) and "lora_" not in name]
+    names = [
+        name for name in names if modules[name] is not head and (wanted == "all-linear" or is_wanted(name, wanted))
+    ]
+    experts = [name for name in fused_experts(model) if is_wanted(name, wanted)]
+    if kept is not None:
+        layers = decoder_layers(model)
+        place = next(name for name, module in modules.items() if module is layers)
+        inside = tuple(f"{place}.{number}." for number in range(kept))
+        names, experts = ([name for name in own if name.startswith(inside)] for own in (names, experts))
+    reached = _layers_with_gradient(model, kinds)
+    left_out = {}
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        if wanted == "all-linear" and not _ROUTERS.isdisjoint(name.split(".")):
+            left_out[name] = "it chooses experts"
+        elif own == "out_proj" and hasattr(modules[parent], "A_log"):
+            left_out[name] = "kernels of state-space layers read its weight past an adapter"
+        elif name not in reached and ".experts." not in name:  # a few tokens do not reach all experts
+            left_out[name] = "an adapter would not change the logits"
+    places = LoraPlaces([name for name in names if name not in left_out], experts, left_out)
+    if not places.layers and not experts:
+        why = "; ".join(sorted(set(left_out.values()))) or "there is no such layer"
+        raise ConfigError(f"target_modules={wanted!r}: {type(model).__name__} can adapt none of these ({why})")
+    return places
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _layers_with_gradient(model: Any, kinds: tuple[type[nn.Module], ...]) -> set[str]:
+    """Return the names of the layers of these classes whose output changes the logits of a few tokens."""
+    reached: set[str] = set()
+
+    def note(name: str, module: Any, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda gradient: reached.add(name) if gradient.any() else None)
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, kinds):
+                own = partial(note, name.removesuffix(".base_layer"))
+                hooks.callback(module.register_forward_hook(own).remove)
+        embed = model.get_input_embeddings()
+        ids = torch.arange(8, device=embed.weight.device).unsqueeze(0) % embed.weight.shape[0]
+        vectors = embed(ids).detach().requires_grad_()
+        model(inputs_embeds=vectors, use_cache=False).logits.float().pow(2).sum().backward()
+    return reached
+
+
+def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers that peft has wrapped, with their names."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def lora_delta(layer: Any, shares: Mapping[str, float]) -> Tensor | None:
+    """Return what these shares of adapters add to a peft layer's weight, in float32; None if it has none of them.
+
+    Raises ConfigError for a DoRA.
+    """
+    deltas = []
+    for adapter in filter(layer.scaling.__contains__, shares):
+        check_no_dora(layer, adapter)
+        deltas.append(shares[adapter] * layer.get_delta_weight(adapter).float())
+    return sum(deltas[1:], deltas[0]) if deltas else None
+
+
+def adapted_weight(layer: Any) -> str:
+    """Return the name that a peft layer's weight has in its base layer; of fused experts it is a parameter's."""
+    return getattr(layer, "parameter_name", "weight")
+
+
+def check_no_dora(layer: Any, adapter: str) -> None:
+    """Raise ConfigError if an adapter of a peft layer is a DoRA, whose change of the weight is no sum with it."""
+    if layer.use_dora.get(adapter):
+        raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
+
+
+def added_to_weights(model: nn.Module, shares: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return what these shares of adapters add to each weight that they change, by transformers' names, in float32."""
+    added: dict[str, Tensor] = {}
+    for name, layer in tuner_layers(model):
+        if (delta := lora_delta(layer, shares)) is not None:
+            place = name.replace(".base_layer", "")
+            added[f"{place}.{adapted_weight(layer)}"] = delta
+    return added
+
+
+@torch.no_grad()
+def merged_copy(model: Any, shares: Mapping[str, float]) -> Any:
+    """Return a copy of a causal LM without adapters, with these shares merged; it shares all weights not changed."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    for name, layer in reversed(tuner_layers(twin)):  # of two around the same experts, the inner one first
+        base, weight = layer.get_base_layer(), adapted_weight(layer)
+        if (delta := lora_delta(layer, shares)) is not None:
+            own = getattr(base, weight)
+            setattr(base, weight, nn.Parameter(own + delta.to(own.dtype), requires_grad=False))
+        parent, _, last = name.rpartition(".")
+        setattr(twin.get_submodule(parent), last, base)
+    return twin
