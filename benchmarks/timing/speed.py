@@ -82,7 +82,7 @@ def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, 
     """Index `passages` into a new store at `folder`; in each round, time the encoder alone on the same tokens, too."""
     encoded = bundle.tokenizer(list(passages), add_special_tokens=False, verbose=False)["input_ids"]
     tokenized = [TokenizedPassage(text, ids) for text, ids in zip(passages, encoded, strict=True)]
-    ratio, window = bundle.config.base_ratio, bundle.config.max_tokens
+    ratio, window = bundle.config.base_ratio, bundle.config.window
     forward: list[float] = []
     stored: list[float] = []
     with SoftContextStore(folder, bundle) as store:
@@ -200,7 +200,7 @@ def random_bundle(tokenizer: Any, shape: tuple[int, int, int, int] = (768, 2048,
     )
     with device:
         model: Any = AutoModelForCausalLM.from_config(llama, dtype=dtype)
-    config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], max_tokens=1024)
+    config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], window=1024)
     bundle = Bundle.build(config, Backbone(model.eval(), tokenizer))
     bundle.reader.initialize(1.0)
     return bundle

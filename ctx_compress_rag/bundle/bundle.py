@@ -205,7 +205,7 @@ class Bundle(PlainDecoder):
     def adapter_shares(self, side: Side) -> dict[str, float]:
         """Return the LoRA adapters that read prompts of one side, each with its share; {} if none does."""
         share = self.config.reader_share if side == "blend" else 1.0 if side == "reader" else 0.0
-        shares = {self.reader.side: share, TEACHER: 1 - share}
+        shares = {self.reader.part: share, TEACHER: 1 - share}
         return {name: part for name, part in shares.items() if part and name in self.backbone.adapters}
 
     @property
@@ -292,8 +292,8 @@ class Bundle(PlainDecoder):
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def check_ratio(self, ratio: int) -> None:
-        """Raise RatioError if the compressor cannot make this ratio, or it does not divide `config.max_tokens`."""
-        check_ratio_divides_window(ratio, self.config.max_tokens)
+        """Raise RatioError if the compressor cannot make this ratio, or it does not divide `config.window`."""
+        check_ratio_divides_window(ratio, self.config.window)
         self.compressor.check_ratio(ratio, ratio)
 
     def can_read(self, ratio: int, stored: int | None = None) -> bool:
@@ -317,7 +317,7 @@ class Bundle(PlainDecoder):
         """Compress passages, and return their soft contexts in order.
 
         `ratio` is the number of source tokens per slot; None takes the base ratio. A passage longer than the
-        encoder's window (`config.max_tokens`, in tokens) is compressed window by window.
+        encoder's window (`config.window`, in tokens) is compressed window by window.
 
         Raises:
             ConfigError: a passage is blank, not a str, or has no tokens, or `texts` is one str.
@@ -328,7 +328,7 @@ class Bundle(PlainDecoder):
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
-        return self.compressor.compress(passages, ratio, self.config.max_tokens, _TOKENS_PER_BATCH)
+        return self.compressor.compress(passages, ratio, self.config.window, _TOKENS_PER_BATCH)
 
     def _tokenized(self, text: str, index: int) -> TokenizedPassage:
         if not isinstance(text, str):

@@ -21,7 +21,7 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
         ("Reads", config.reads),
         ("Base ratio", f"{config.base_ratio} source tokens per slot"),
         ("Trained ratios", ", ".join(str(r) for r in config.ratios)),
-        ("Window", f"{config.max_tokens} tokens"),
+        ("Window", f"{config.window} tokens"),
         ("Fingerprint", f"`{fingerprint}`"),
         ("Trained parameters", f"{report['trained_parameters']:,}" if "trained_parameters" in report else "unknown"),
         ("Training steps", _steps(report)),

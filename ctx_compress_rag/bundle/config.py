@@ -49,7 +49,7 @@ class BundleConfig(Strict):
         subfolder: the decoder's folder in its repository or folder; None for the root.
         base_ratio: source tokens per slot, in a new store and in `Bundle.compress`, if no ratio is given.
         ratios: the ratios (source tokens per slot) that the bundle was trained for.
-        max_tokens: the encoder's window in tokens; longer passages are compressed window by window.
+        window: the encoder's window in tokens; longer passages are compressed window by window.
         reads: one line about the texts that the bundle is meant for.
         template: the prompt template of the bundle's training, see `text.templates`.
         answer_tokens: number of tokens of the longest answer in training; the default limit of commands.
@@ -75,7 +75,7 @@ class BundleConfig(Strict):
     subfolder: str | None = None
     base_ratio: int = Field(gt=0)
     ratios: list[int] = Field(min_length=1)
-    max_tokens: int = Field(gt=0)
+    window: int = Field(gt=0)
     reads: str = "general text"
     template: str = TEMPLATES[0]
     answer_tokens: int = Field(default=64, gt=0)
@@ -96,6 +96,6 @@ class BundleConfig(Strict):
     @model_validator(mode="after")
     def _ratios_fit(self) -> BundleConfig:
         self.method.check_ratios(self.base_ratio, self.ratios)
-        if self.max_tokens % self.base_ratio:
-            raise ValueError(f"max_tokens {self.max_tokens} is not a multiple of base_ratio {self.base_ratio}")
+        if self.window % self.base_ratio:
+            raise ValueError(f"window {self.window} is not a multiple of base_ratio {self.base_ratio}")
         return self

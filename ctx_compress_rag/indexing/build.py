@@ -104,7 +104,7 @@ def update_index(
         repair: whether to check every record for damage, not 200 random ones. Damaged ones are compressed again.
     """
     if chunk_tokens is None:
-        chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.max_tokens)
+        chunk_tokens = min(DEFAULT_CHUNK_TOKENS, index.bundle.config.window)
     repaired = index.store.discard_damaged(other_keys=False, sample=None if repair else _CHECKED)
     if repaired:
         logger.warning("compressing %d damaged records again, %s first", len(repaired), repaired[0])

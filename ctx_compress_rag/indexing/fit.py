@@ -30,14 +30,14 @@ class IndexFit:
 
     def look(self, passage: Passage) -> None:
         """Check a passage, and keep its id if the bundle reads the passage badly."""
-        if self._tokens(passage.text) > self._bundle.config.max_tokens:
+        if self._tokens(passage.text) > self._bundle.config.window:
             self._long.append(str(passage.id))
         if self._is_foreign(passage.text):
             self._foreign.append(str(passage.id))
 
     def warn(self) -> None:
         """Log one warning for all passages that are too long, and one for all in an unknown language."""
-        name, window = self._bundle.config.name, self._bundle.config.max_tokens
+        name, window = self._bundle.config.name, self._bundle.config.window
         if self._long:
             logger.warning(
                 "%d passages (first: %s) are longer than the %d tokens that %s reads at a time, and are compressed in "

@@ -68,7 +68,7 @@ class IcaeFormat(PublishedFormat):
                     "wrap": {"after": 1},
                 },
                 "base_ratio": _RATIO,
-                "max_tokens": _RATIO * slots,
+                "window": _RATIO * slots,
                 # The question is tokenized alone there.
                 "template": "{context} {question}" if decoder.spaces == "first" else "{context}{question}",
                 "separator": "",

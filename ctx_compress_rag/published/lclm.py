@@ -68,7 +68,7 @@ class LclmFormat(PublishedFormat):
             {
                 "method": method,
                 "base_ratio": ratio,
-                "max_tokens": settings["encoder_window_size"],
+                "window": settings["encoder_window_size"],
                 "template": "{context}\n\nQuestion: {question}",
                 "separator": "\n",
                 "answer_tokens": 512,

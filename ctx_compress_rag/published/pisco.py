@@ -98,7 +98,7 @@ class PiscoFormat(PublishedFormat):
             {
                 "method": method,
                 "base_ratio": ratio,
-                "max_tokens": ratio * slots,
+                "window": ratio * slots,
                 "template": prompt,
                 "separator": "",
                 "answer_tokens": 128,

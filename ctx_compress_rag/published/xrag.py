@@ -75,7 +75,7 @@ class XragFormat(PublishedFormat):
                     "eos": True,
                 },
                 "base_ratio": _WINDOW,
-                "max_tokens": _WINDOW,
+                "window": _WINDOW,
                 "template": (
                     "Refer to the background document and answer the questions:\n\nBackground: {context}\n\n"
                     "Question: {question}"

@@ -111,7 +111,7 @@ def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
     changes: list[dict[str, Any]] = [
         {"base_ratio": 8, "ratios": [8, 16]},
         {"ratios": [4, 8]},
-        {"max_tokens": 128},
+        {"window": 128},
         {"decoder": "someone/model"},
         {"decoder": "someone/model", "revision": "v2"},
         {"method": {**method, "embedding_skip": True}},
@@ -211,7 +211,7 @@ def test_a_decoder_whose_files_lack_weights_is_refused(folder: Path, change: dic
         ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.mean_pooling.encoder.rank: .*got 0"),
         ({"base_ratio": "four"}, r"base_ratio: .*got 'four'"),
         ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
-        ({"max_tokens": 62}, "max_tokens 62 is not a multiple of base_ratio 4"),
+        ({"window": 62}, "window 62 is not a multiple of base_ratio 4"),
     ],
 )
 def test_unknown_and_impossible_values_are_refused_by_name(folder: Path, change: dict[str, Any], message: str) -> None:

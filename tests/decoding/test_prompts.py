@@ -342,7 +342,7 @@ def identity(name: str, model: Any) -> Decoder:
     """Its slots are one token's embedding each: what it reads is the plain prompt."""
     frozen = {"mode": "frozen"}
     method = {"name": "mean_pooling", "layers": 0, "linear": False, "encoder": frozen, "decoder": frozen}
-    config = tiny_config(name=name, method=method, base_ratio=1, ratios=[1], max_tokens=16)
+    config = tiny_config(name=name, method=method, base_ratio=1, ratios=[1], window=16)
     bundle = Bundle.build(config, Backbone(model, architectures.tokenizer(name)))
     store = SoftContextStore(
         chromadb.EphemeralClient(), bundle, collection=f"identity-{name}", codec="fp16", key=b"k" * 16

@@ -39,7 +39,7 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
     else:
         model, tokenizer = architectures.model(name), architectures.tokenizer(name)
     model.config.max_position_embeddings = 4096
-    config = BundleConfig(name=name, method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
+    config = BundleConfig(name=name, method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], window=64)
     return Bundle.build(config, Backbone(model.eval(), tokenizer))
 
 
@@ -209,7 +209,7 @@ def test_without_a_chat_format_all_of_a_raw_prompt_is_text_but_its_bos() -> None
     config = LlamaConfig(
         vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
     )
-    settings = BundleConfig(name="plain", method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], max_tokens=64)
+    settings = BundleConfig(name="plain", method={"name": "mean_pooling"}, base_ratio=4, ratios=[4], window=64)
     decoder = Decoder(Bundle.build(settings, Backbone(LlamaForCausalLM(config), tokenizer)))
     prompts = ["user: </s><s>hi", "<s>user: </s><s>hi"]
     given, begun = (prompt.ids() for prompt in decoder.preparer.prepare(prompts))

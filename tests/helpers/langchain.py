@@ -86,7 +86,7 @@ class App:
         return self.vectors.as_retriever(search_kwargs={"k": k})
 
     def slots(self, name: str, ratio: int) -> int:
-        """Slots of a passage by plain arithmetic: windows of `max_tokens`, blocks of `ratio`, none across windows."""
+        """Slots of a passage by plain arithmetic: windows of `window` tokens, blocks of `ratio` within each."""
         tokens = len(self.bundle.tokenizer(TEXTS[name], add_special_tokens=False)["input_ids"])
         base = math.ceil(tokens / self.bundle.config.base_ratio)
         return math.ceil(base / (ratio // self.bundle.config.base_ratio))

@@ -10,7 +10,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 
 def tiny_config(**changes: Any) -> BundleConfig:
     """A tiny bundle's; keywords are BundleConfig's, in place of these."""
-    sizes = {"base_ratio": 4, "ratios": [4, 8, 16], "max_tokens": 64}
+    sizes = {"base_ratio": 4, "ratios": [4, 8, 16], "window": 64}
     return BundleConfig(**{"name": "tiny", "method": {"name": "mean_pooling"}, **sizes, **changes})
 
 

@@ -46,7 +46,7 @@ def ram_bundle(tokenizer: Any, seed: int = 0, segment_tokens: int = 4, tied: boo
     with torch.no_grad():
         for weight in model.model.layers.parameters():
             weight.mul_(8 if weight.ndim == 2 else 1)
-    sizes = {"base_ratio": segment_tokens, "ratios": [2, 4, 8], "max_tokens": 16 * segment_tokens}
+    sizes = {"base_ratio": segment_tokens, "ratios": [2, 4, 8], "window": 16 * segment_tokens}
     config = tiny_config(method=RamConfig(segment_tokens=segment_tokens, **method), **sizes)
     bundle = Bundle.build(config, Backbone(model, tokenizer))
     bundle.reader.initialize(1.0)

@@ -208,7 +208,7 @@ def test_merging_equals_compressing_at_the_coarser_ratio(bundle: Any, lengths: l
 
 def test_long_passages_are_compressed_window_by_window(bundle: Any) -> None:
     ids = bundle.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]
-    window = bundle.config.max_tokens
+    window = bundle.config.window
     assert len(ids) > 2 * window and len(ids) % window
     [soft] = bundle.compress([TEXTS[2]])
     parts = [compress_ids(bundle.compressor, [ids[i : i + window]], 4)[0] for i in range(0, len(ids), window)]

@@ -85,9 +85,9 @@ def test_a_batch_is_compressed_as_each_passage_alone_and_in_training_as_for_a_st
     passages = [
         TokenizedPassage(text, bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES
     ]
-    assert len(passages[-1].ids) > bundle.config.max_tokens
+    assert len(passages[-1].ids) > bundle.config.window
     with torch.no_grad():
-        batch = bundle.compressor(passages, ratios_of(bundle), bundle.config.max_tokens)
+        batch = bundle.compressor(passages, ratios_of(bundle), bundle.config.window)
     assert list(batch) == ratios_of(bundle)
     for ratio, slots in batch.items():
         assert not slots.slots[slots.token_counts == 0].any()  # padding
@@ -300,7 +300,7 @@ register(Method(config=ToyConfig, compressor=None, reader=None, paper="A toy"))
 """
 _USER = """
 from ctx_compress_rag.bundle.config import BundleConfig
-config = BundleConfig(name="b", method={"name": "toy", "gain": 2.5}, base_ratio=4, ratios=[4], max_tokens=64)
+config = BundleConfig(name="b", method={"name": "toy", "gain": 2.5}, base_ratio=4, ratios=[4], window=64)
 print(type(config.method).__name__, config.method.gain)
 """
 

@@ -41,7 +41,7 @@ def make(make_tiny_bundle: Any, encoder: Path) -> Callable[..., Any]:
 
     def make(window: int = 256, **method: Any) -> Bundle:
         settings = SentenceSlotsConfig(**{"encoder": str(encoder), "encoder_dim": DIM, **method})
-        config = tiny_config(method=settings, base_ratio=8, ratios=[8], max_tokens=window)
+        config = tiny_config(method=settings, base_ratio=8, ratios=[8], window=window)
         made = Bundle.build(config, make_tiny_bundle(encoder=FROZEN, decoder=FROZEN).backbone)
         made.compress(TEXTS)  # loads the encoder
         made.reader.initialize(1.0)

@@ -72,7 +72,7 @@ def test_a_batch_and_a_training_step_have_the_slots_of_each_passage_alone(bundle
     ]
     ratio = bundle.config.base_ratio
     with torch.no_grad():
-        batch = bundle.compressor(passages, [ratio], bundle.config.max_tokens)[ratio]
+        batch = bundle.compressor(passages, [ratio], bundle.config.window)[ratio]
     for in_training, soft in zip(batch.rows(), together, strict=True):
         torch.testing.assert_close(in_training.slots, soft.slots, atol=1e-4, rtol=1e-4)
 
@@ -170,7 +170,7 @@ def test_training_goes_on_with_what_the_method_trains(name: str, tmp_path: Path)
     trained = bundle.compressor.trained_parameters() + bundle.reader.trained_parameters()
     passage = TokenizedPassage(PASSAGES[0], bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"])
     ratio = bundle.config.base_ratio
-    [soft] = bundle.compressor([passage], [ratio], bundle.config.max_tokens)[ratio].rows()
+    [soft] = bundle.compressor([passage], [ratio], bundle.config.window)[ratio].rows()
     inputs = bundle.reader(soft.slots, soft.token_counts).unsqueeze(0)
     assert inputs.shape[1] == bundle.reader.positions(soft.n_slots)
     mask = torch.ones(inputs.shape[:2], dtype=torch.bool)

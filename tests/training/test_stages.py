@@ -406,7 +406,7 @@ def test_impossible_settings_are_refused(tiny_bundle: Any) -> None:
         RamLoss(tiny_bundle, TrainingPromptBuilder(tiny_bundle.tokenizer))
     with pytest.raises(ValueError, match="leave nothing to read"):
         RamConfig(close_reading=False, skimming="none")
-    shape = {"name": "x", "method": RamConfig(), "max_tokens": 1000}
+    shape = {"name": "x", "method": RamConfig(), "window": 1000}
     assert BundleConfig(**shape, base_ratio=50, ratios=[2, 3, 32]).ratios == [2, 3, 32]
     with pytest.raises(ValueError, match="segment of 50 tokens"):
         BundleConfig(**shape, base_ratio=4, ratios=[2])

@@ -305,7 +305,7 @@ def test_what_a_recipe_leaves_out_is_the_bundles(decoder: Path, tmp_path: Path) 
     run_recipe(tmp_path / "further.yaml")
     before, after = (Bundle.from_pretrained(path, device="cpu") for path in (bundle, tmp_path / "further" / "bundle"))
     assert after.config == before.config.model_copy(update={"decoder_digest": after.config.decoder_digest})
-    assert (after.config.template, after.config.answer_tokens, after.config.max_tokens) == (own["templates"][0], 7, 60)
+    assert (after.config.template, after.config.answer_tokens, after.config.window) == (own["templates"][0], 7, 60)
     usual = parse_recipe(further | {"bundle": "smollm2-135m"}, "test")
     assert isinstance(usual, DistillationRecipe) and usual.data.templates == list(TEMPLATES)
     with pytest.raises(ConfigError, match="name"):

@@ -68,7 +68,7 @@ def pad_token_ids(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[
 class Compressor(MethodPart, PassageRenderer):
     """The base class of compressors, which turn passages into slots."""
 
-    side = "compressor"
+    part = "compressor"
     dim: int  # the width of a slot
 
     def bundle_folder_known(self, folder: Path) -> None:
@@ -197,7 +197,7 @@ class TrunkCompressor(Compressor):
         self._kept = layers
         self.encoder = self._of(backbone.copy_model()) if tune.mode == "full" else None
         if tune.mode == "lora":
-            backbone.add_adapter(self.side, lambda: lora_config(tune), layers)
+            backbone.add_adapter(self.part, lambda: lora_config(tune), layers)
 
     def _of(self, model: Any) -> nn.Module:
         """Return a causal LM without its head, or a view of it that runs only the encoder's layers and the norm."""
@@ -215,12 +215,12 @@ class TrunkCompressor(Compressor):
         if self.encoder is not None:
             encoder = train_decoder_copy(self.encoder)
         else:
-            encoder = self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else []
+            encoder = self.backbone.train_adapter(self.part) if self.tune.mode == "lora" else []
         own = [p.requires_grad_(True) for name, p in self.named_parameters() if not name.startswith("encoder.")]
         return [*encoder, *own]  # type: ignore[list-item]
 
     @contextmanager
     def trunk(self) -> Iterator[Any]:
         """Yield the encoder, a transformers model without a head, locked for this thread within the context."""
-        with self.backbone.use(self.side if self.tune.mode == "lora" else None):
+        with self.backbone.use(self.part if self.tune.mode == "lora" else None):
             yield self._of(self.backbone.model) if self.encoder is None else self.encoder

@@ -13,7 +13,7 @@ from ctx_compress_rag.models.backbone import Backbone
 class MethodPart(nn.Module, ABC):
     """One of the two parts of a method, compressor or reader, made for one decoder and saved separately from it."""
 
-    side: ClassVar[str]  # "compressor" or "reader", also the name of the part's folder in a bundle and of its adapter
+    part: ClassVar[str]  # "compressor" or "reader", also the name of the part's folder in a bundle and of its adapter
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class MethodPart(nn.Module, ABC):
         parameters = self.saved_parameters()
         if odd := sorted(state.keys() ^ parameters.keys()):
             raise BundleError(
-                f"the {self.side}'s weights do not fit its config: {len(odd)} names differ, for example {odd[0]}"
+                f"the {self.part}'s weights do not fit its config: {len(odd)} names differ, for example {odd[0]}"
             )
         with torch.no_grad():
             for name, value in state.items():
                 if parameters[name].shape != value.shape:
                     shapes = f"{tuple(value.shape)}, its config needs {tuple(parameters[name].shape)}"
-                    raise BundleError(f"the {self.side}'s {name} has shape {shapes}")
+                    raise BundleError(f"the {self.part}'s {name} has shape {shapes}")
                 parameters[name].copy_(value)
 
 

@@ -22,7 +22,7 @@ class Reader(MethodPart):
         wrap: learned vectors around the mapped slots; None puts none.
     """
 
-    side = "reader"
+    part = "reader"
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Reader(MethodPart):
         self.wrap = SlotWrap(wrap, backbone.dim) if wrap else None
         self.own: nn.Module | None = None
         if tune.mode == "lora":
-            backbone.add_adapter(self.side, lambda: lora_config(tune))
+            backbone.add_adapter(self.part, lambda: lora_config(tune))
         elif tune.mode == "full":
             self.own = backbone.copy_model()
         self.to(backbone.device)
@@ -62,7 +62,7 @@ class Reader(MethodPart):
         ]
         if self.own is not None:
             return trained + train_decoder_copy(self.own)
-        return trained + (self.backbone.train_adapter(self.side) if self.tune.mode == "lora" else [])
+        return trained + (self.backbone.train_adapter(self.part) if self.tune.mode == "lora" else [])
 
     def forward(self, slots: Tensor, token_counts: Tensor) -> Tensor:
         """Return a passage's slots as input embeddings: (slots, dim), (slots,) -> (positions(slots), decoder dim)."""
@@ -79,5 +79,5 @@ class Reader(MethodPart):
 
         `slot_mask` is bool (batch, length), True at the slots of the prompts to be read. Only subclasses use it.
         """
-        with self.backbone.use(self.side if self.tune.mode == "lora" else None) as model:
+        with self.backbone.use(self.part if self.tune.mode == "lora" else None) as model:
             yield model if self.own is None else self.own

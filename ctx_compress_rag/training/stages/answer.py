@@ -64,7 +64,7 @@ class LikelihoodLoss(BatchMeanLoss, SlotObjective):
         targets = self.teacher_log_probs(text_prompts) if self.self_distillation else []
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn = self.drawn(prompts.prompts)
-        for ratio, batch in self.compressor(passages, list(drawn), self.bundle.config.max_tokens).items():
+        for ratio, batch in self.compressor(passages, list(drawn), self.bundle.config.window).items():
             logits, answers = self.answer_logits(prompts.only(drawn[ratio]), batch)
             loss = loss + F.cross_entropy(logits, answers, reduction="sum")
             if targets:

@@ -57,7 +57,7 @@ class CompressionRecipe(Recipe):
     shipped under this name. What a recipe with a bundle leaves out (`name`, `reads`, `base_ratio`, `ratios`, `window`,
     the prompt) is the bundle's. A `method` given with a bundle replaces the bundle's settings and must fit its weights.
 
-    `window` is `BundleConfig.max_tokens`, and `teacher` a peft adapter's folder (None: the decoder itself teaches).
+    `window` is `BundleConfig.window`, and `teacher` a peft adapter's folder (None: the decoder itself teaches).
     With `copy_decoder: false` the new bundle names the folder given as `decoder` and holds no copy of it. `int8` saves
     the bundle's matrices in 8 bits. `sources`, `decoder_license` and `limits` go into its model card.
 
@@ -93,8 +93,7 @@ class CompressionRecipe(Recipe):
         if bundle is None or not file.exists():
             return settings
         config = read_bundle_config(file)
-        own = {key: getattr(config, key) for key in ("name", "reads", "base_ratio", "ratios")}
-        own |= {"window": config.max_tokens, **settings}
+        own = {key: getattr(config, key) for key in ("name", "reads", "base_ratio", "ratios", "window")} | settings
         if cls.asks and isinstance(own.get("data"), dict):
             # A bundle with one of the usual prompts was trained with all of them.
             others = [template for template in TEMPLATES if template != config.template]
@@ -186,7 +185,7 @@ def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundl
         "name": recipe.name,
         "base_ratio": recipe.base_ratio,
         "ratios": recipe.ratios,
-        "max_tokens": recipe.window,
+        "window": recipe.window,
         "reads": recipe.reads,
     }
     if recipe.asks:

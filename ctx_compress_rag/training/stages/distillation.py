@@ -72,7 +72,7 @@ class DistillationLoss(BatchMeanLoss, SlotObjective):
         loss = torch.zeros((), device=self.bundle.backbone.device)
         drawn, repeated_at = self.drawn(prompts.prompts), self.drawn(repeats.prompts)
         ratios = list(drawn | repeated_at)
-        for ratio, batch in self.compressor(passages, ratios, self.bundle.config.max_tokens).items():
+        for ratio, batch in self.compressor(passages, ratios, self.bundle.config.window).items():
             if own := drawn.get(ratio):
                 logits, _ = self.answer_logits(prompts.only(own), batch)
                 loss = loss + self.divergence(logits, targets, own) / examples
