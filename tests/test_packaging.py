@@ -7,12 +7,14 @@ import itertools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -27,9 +29,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ctx_compress_rag"
 FILES = sorted(PACKAGE.rglob("*.py"))
 INTEGRATIONS = ROOT / "integrations"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-LANGCHAIN = "langchain_ctx_compress"
-LLAMA_INDEX = ("llama_index.postprocessor.ctx_compress", "llama_index.llms.ctx_compress")
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = SETTINGS["project"]
+PARTNERS = {
+    file.parent: tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    for file in sorted(INTEGRATIONS.glob("*/pyproject.toml"))
+}
+"""The frameworks' distributions."""
 OWNERS = {"llama_cpp": ["llama-cpp-python"]} | importlib.metadata.packages_distributions()  # installed apart
 EXTRAS = PROJECT["optional-dependencies"]
 ORDER = [
@@ -47,15 +53,14 @@ def modules_under(root: Path, package: str) -> list[str]:
 
 
 CORE_MODULES = modules_under(ROOT, "ctx_compress_rag")
-INTEGRATED = sorted(folder.name for folder in INTEGRATIONS.iterdir() if folder.name != "__pycache__")
-INTEGRATION_MODULES = [module for package in INTEGRATED for module in modules_under(INTEGRATIONS, package)]
+PARTNER_MODULES = {folder: modules_under(folder, ".") for folder in PARTNERS}
 
 
-def run_python(code: str, cwd: Path, path: Path | str | None = None) -> str:
+def run_python(code: str, cwd: Path, path: Path | str | None = None, *options: str) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path:
         env["PYTHONPATH"] = str(path)
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, *options, "-c", code]
     return subprocess.run(command, cwd=cwd, env=env, check=True, capture_output=True, text=True).stdout
 
 
@@ -107,7 +112,7 @@ def test_nothing_imports_the_laboratory_or_the_guest() -> None:
 
 
 def test_every_module_imports() -> None:
-    for module in CORE_MODULES + INTEGRATION_MODULES:
+    for module in itertools.chain(CORE_MODULES, *PARTNER_MODULES.values()):
         assert importlib.import_module(module).__name__ == module
 
 
@@ -123,7 +128,7 @@ def declared(*groups: list[str]) -> set[str]:
 
 def test_core_modules_import_only_what_is_declared() -> None:
     core = declared(PROJECT["dependencies"])
-    extras = ("train", "gguf", "llama-cpp", "sentences", "index", "serve")
+    extras = ("train", "gguf", "llama-cpp", "sentences", "index", "json", "vllm", "serve")
     optional = declared(*(EXTRAS[name] for name in extras))
     for file in FILES:
         # The server's own room; no other imports it before it is asked for.
@@ -132,26 +137,57 @@ def test_core_modules_import_only_what_is_declared() -> None:
         assert foreign_distributions(file, at_import_time=False) <= core | optional, file
 
 
+def test_a_framework_s_package_imports_only_what_it_declares() -> None:
+    for folder, project in PARTNERS.items():
+        allowed = {*declared(project["dependencies"]), PROJECT["name"]}
+        allowed |= {"llama-index"} if "llama-index-core" in allowed else {"langchain-ctx-compress"}
+        for file in folder.rglob("*.py"):
+            names = {name.split(".")[0] for name in imports_of(ast.parse(file.read_text(encoding="utf-8")))}
+            assert {canonicalize_name(name) for name in names - sys.stdlib_module_names} <= allowed, file
+
+
+def test_one_version_of_all_that_is_released() -> None:
+    """The frameworks' packages use what is private here."""
+    version = f"=={ctx_compress_rag.__version__}"
+    asked = [Requirement(line) for name in ("langchain", "llama-index") for line in EXTRAS[name]]
+    assert {each.name for each in asked} == {project["name"] for project in PARTNERS.values()}
+    for folder, project in PARTNERS.items():
+        core = Requirement(project["dependencies"][0])
+        assert (folder.name, f"=={project['version']}", core.name) == (project["name"], version, PROJECT["name"])
+        asked.append(core)
+        assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert {str(each.specifier) for each in asked} == {version}
+
+
+def requirements_of(*groups: str) -> Iterator[Requirement]:
+    """What is installed of others, with all extras, for these groups."""
+    lines = [*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values())]
+    lines += itertools.chain(*(project["dependencies"] for project in PARTNERS.values()))
+    lines += [line for group in groups for line in SETTINGS["dependency-groups"][group] if isinstance(line, str)]
+    ours = {PROJECT["name"], *(project["name"] for project in PARTNERS.values())}
+    yield from (each for each in map(Requirement, lines) if each.name not in ours)
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    pinned = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pinned}
+
+
 def test_every_requirement_has_a_pin_that_fits_it() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    pins = {canonicalize_name(name): version for name, version in pins.items()}
-    for line in [*PROJECT["dependencies"], *(line for group in EXTRAS.values() for line in group)]:
-        requirement = Requirement(line)
-        if requirement.name != PROJECT["name"]:
-            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), line
+    pinned = pins("constraints.txt")
+    for requirement in requirements_of("test", "dev"):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
 
 
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     """`make test-lowest` runs with exactly the lower bounds of all that it installs, but for torch's."""
-    lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
-    pins = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
-    installed = (EXTRAS[name] for name in ("langchain", "llama-index", "train", "gguf", "sentences", "serve", "test"))
-    requirements = [Requirement(line) for line in [*PROJECT["dependencies"], *itertools.chain(*installed)]]
-    for requirement in requirements:
-        if requirement.name not in (PROJECT["name"], "torch"):
+    pinned = pins("constraints-lowest.txt")
+    for requirement in requirements_of("test"):
+        name = canonicalize_name(requirement.name)
+        if name not in ("torch", "llama-cpp-python", "markitdown"):
             (bound,) = (each for each in requirement.specifier if each.operator == ">=")
-            assert Version(bound.version) == Version(pins[canonicalize_name(requirement.name)]), requirement
+            assert Version(bound.version) == Version(pinned[name]), requirement
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "peft", "chromadb"])
@@ -181,42 +217,72 @@ def test_shipped_recipes_are_valid(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (file,) = folder.glob("*.whl")
-    return file
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
+    """The wheel of each folder with a pyproject.toml, unpacked."""
+    unpacked = {}
+    for source in (ROOT, *PARTNERS):
+        folder = tmp_path_factory.mktemp("wheel")
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+        subprocess.run(command, cwd=source, check=True, capture_output=True)
+        (file,) = folder.glob("*.whl")
+        assert file.stat().st_size < 24e6
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(folder / "unpacked")
+        unpacked[source] = folder / "unpacked"
+    return unpacked
 
 
-def test_the_wheel_holds_every_file_of_its_packages(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-    wanted = {
-        str(file.relative_to(root))
-        for root, package in [(ROOT, "ctx_compress_rag"), *((INTEGRATIONS, each) for each in INTEGRATED)]
-        for file in (root / package).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    }
-    assert {"ctx_compress_rag/py.typed", "ctx_compress_rag/training/recipes/ram/ram.yaml"} <= wanted
-    metadata = f"ctx_compress_rag-{ctx_compress_rag.__version__}.dist-info/"
-    assert {name for name in names if not name.startswith(metadata)} == wanted
-    assert {f"{metadata}licenses/LICENSE", f"{metadata}licenses/NOTICE"} <= names
-    assert wheel.stat().st_size < 24e6
+def files_under(folder: Path) -> set[str]:
+    files = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return {str(file.relative_to(folder)) for file in files}
 
 
-def test_an_installed_wheel_imports_and_has_its_command(wheel: Path, tmp_path: Path) -> None:
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(installed)
+def test_the_wheels_hold_every_file_of_their_packages(wheels: dict[Path, Path]) -> None:
+    for source, wheel in wheels.items():
+        project = PARTNERS.get(source, PROJECT)
+        metadata = f"{project['name'].replace('-', '_')}-{ctx_compress_rag.__version__}.dist-info/"
+        held = files_under(wheel)
+        wanted = {f"ctx_compress_rag/{file}" for file in files_under(PACKAGE)}
+        if source != ROOT:
+            wanted = files_under(source) - {"pyproject.toml", "README.md", "LICENSE"}
+        assert {name for name in held if not name.startswith(metadata)} == wanted
+        assert any(name.endswith("/py.typed") for name in wanted)
+        assert f"{metadata}licenses/LICENSE" in held
+
+
+def test_a_wheel_alone_brings_no_framework_s_folder(wheels: dict[Path, Path], tmp_path: Path) -> None:
+    """Other programs tell by `find_spec("llama_index")` whether LlamaIndex is there. -S: no other package is."""
+    code = "import ctx_compress_rag; from importlib.util import find_spec; print(find_spec('llama_index'))"
+    assert run_python(code, tmp_path, wheels[ROOT], "-S") == "None\n"
+
+
+def test_installed_wheels_import_and_have_the_command(wheels: dict[Path, Path], tmp_path: Path) -> None:
+    modules = ["ctx_compress_rag", *(min(names, key=len) for names in PARTNER_MODULES.values())]
     code = f"""
 import importlib, importlib.metadata, json
-modules = [importlib.import_module(name) for name in {["ctx_compress_rag", LANGCHAIN, *LLAMA_INDEX]}]
+modules = [importlib.import_module(name) for name in {modules}]
 import llama_index.core
 (script,) = importlib.metadata.distribution("ctx-compress-rag").entry_points.select(name="ctx-compress")
 modules.append(importlib.import_module(script.load().__module__))
 print(json.dumps([importlib.metadata.version("ctx-compress-rag"), *(module.__file__ for module in modules)]))
 """
-    version, *files = json.loads(run_python(code, tmp_path, path=installed).splitlines()[-1])
+    path = os.pathsep.join(map(str, wheels.values()))
+    version, *files = json.loads(run_python(code, tmp_path, path).splitlines()[-1])
     assert version == ctx_compress_rag.__version__
-    assert all(Path(file).is_relative_to(installed) for file in files), files
+    for file, folder in zip(files, [*wheels.values(), wheels[ROOT]], strict=True):
+        assert Path(file).is_relative_to(folder), file
+
+
+def test_the_package_s_page_leads_into_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CTX_COMPRESS_REPOSITORY", "https://example.org/o/r/")
+    hook: Any = runpy.run_path(str(ROOT / "hatch_build.py"))["ReleaseHook"]
+    metadata: dict[str, Any] = {"version": "1.2.3"}
+    hook(str(ROOT), {}).update(metadata)
+    text = metadata["readme"]["text"]
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert targets and all(target.startswith(("https://", "#")) for target in targets)
+    assert "![" in text and re.findall(r"!\[[^\]]*\]\((.*?)\)", text) == [
+        "https://example.org/o/r/raw/v1.2.3/docs/picture.svg"
+    ]
+    assert "https://example.org/o/r/blob/v1.2.3/docs/store.md" in targets
+    assert metadata["urls"]["Security"] == "https://example.org/o/r/security/advisories/new"

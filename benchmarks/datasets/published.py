@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, write_jsonl
-from ctx_compress_rag.errors import DataError, needs
+from ctx_compress_rag.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ def _from_hub(name: str, published: Published, split: str) -> Iterable[Row]:
     try:
         if published.download:
             return published.read(published.download(split))
-        with needs("dev"):
-            from datasets import load_dataset
+        from datasets import load_dataset
+
         try:
             rows: Iterable[Row] = load_dataset(hub, config, split=split, streaming=True)
         except RuntimeError:

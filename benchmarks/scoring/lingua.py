@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ctx_compress_rag.errors import ConfigError, needs
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation.baselines import count_tokens, truncate_passages
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
@@ -18,14 +18,13 @@ class LLMLingua2:
         device: "cpu", "cuda" or "mps".
 
     Raises:
-        MissingExtraError: the extra `dev` is not installed.
         ConfigError: the name does not tell the kind of model, or the model cannot be loaded.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
         self.model = model
-        with needs("dev"):
-            from llmlingua import PromptCompressor
+        from llmlingua import PromptCompressor
+
         if not any(kind in model for kind in _KINDS):
             raise ConfigError(
                 f"LLMLingua-2 model {model!r}: the package tells from the name how to join tokens to words; name a "

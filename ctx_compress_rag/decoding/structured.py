@@ -60,7 +60,7 @@ class JsonFilter:
     """A filter for one answer, which allows only tokens that go on with JSON of the schema."""
 
     def __init__(self, schema: str, tokenizer: Any, end_ids: Collection[int]) -> None:
-        with needs("serve"):
+        with needs("json"):
             from llguidance import LLMatcher
         self._schema, closed = schema, closed_json_schema(schema)
         try:

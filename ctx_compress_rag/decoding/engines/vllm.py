@@ -42,7 +42,7 @@ class VllmEngine:
         self.server = server.rstrip("/").removesuffix("/v1")
         self._base, self._models = bundle.config.name, vllm_models(bundle)
         self._windows: dict[str, int | None] | None = None
-        with needs("serve"):
+        with needs("vllm"):
             import openai
         self._openai: Any = openai
         # A key of its own: without one, the client would send the user's OPENAI_API_KEY to this server.

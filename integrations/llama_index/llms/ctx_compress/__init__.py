@@ -1,9 +1,0 @@
-"""LlamaIndex LLM that reads soft contexts with a local decoder."""
-
-from ctx_compress_rag.errors import needs
-
-with needs("llama-index"):
-    from llama_index.llms.ctx_compress.base import CompressedContextLLM
-    from llama_index.llms.ctx_compress.tokens import chat_memory, marker_tokenizer
-
-__all__ = ["CompressedContextLLM", "chat_memory", "marker_tokenizer"]
