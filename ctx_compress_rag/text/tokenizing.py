@@ -6,7 +6,7 @@ inside each control token, and its parts are tokenized separately. Other texts a
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,21 @@ def check_text_length(what: str, characters: int, window: int | None) -> None:
 def replace_surrogates(text: str) -> str:
     """Return a text with U+FFFD for each lone surrogate (half of a cut emoji), because tokenizers refuse surrogates."""
     return _SURROGATES.sub("\ufffd", text)
+
+
+def length_batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield the indices of rows in batches of similar length, the shortest first; padded, none has over `most` tokens.
+
+    A longer row is a batch of its own.
+    """
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[i] > most:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 def bos_token_id(tokenizer: Any) -> int | None:

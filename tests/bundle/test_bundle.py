@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder, progress_line
-from ctx_compress_rag.models.sentence_embedding import load_minilm
+from ctx_compress_rag.models.sentence_embedding import MiniLm
 from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)
@@ -354,7 +354,7 @@ def test_loading_is_said_on_a_terminal(make_tiny_bundle: Any, tmp_path: Path, mo
         monkeypatch.setattr(said, "isatty", lambda terminal=terminal: terminal, raising=False)
         monkeypatch.setattr("sys.stderr", said)
         Bundle.from_pretrained(tmp_path / "shown").backbone.model  # noqa: B018
-        load_minilm.__wrapped__("cpu")
+        MiniLm()
         text = said.getvalue()
         for shown in ("opening the bundle", "loading the decoder", "loading MiniLM"):
             assert (shown in text) == terminal

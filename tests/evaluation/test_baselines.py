@@ -14,9 +14,8 @@ from ctx_compress_rag.evaluation.baselines import truncate_passages
 from ctx_compress_rag.evaluation.plots import ScoreCurve, plot_scores
 from ctx_compress_rag.evaluation.statistics import standard_error, teacher_normalized
 from ctx_compress_rag.marking.budget import nearest_sentences
-from ctx_compress_rag.models.sentence_embedding import load_embedder
 from helpers import architectures
-from helpers.methods import unigram
+from helpers.methods import minilm, unigram
 
 PASSAGES = [
     "Dr. Olu Vane was born in Kessmar in 1903. She loved the sea. Her first job was at the salt works of Pell.",
@@ -56,7 +55,7 @@ def test_truncation_spends_the_budget_in_proportion(budget: int) -> None:
 
 
 def test_sentences_have_the_encoders_cosine_and_none_is_torn() -> None:
-    encoder = load_embedder()
+    encoder = minilm()
     near = nearest_sentences(PASSAGES, QUESTION)
     best = max((part.similarity, part.text) for own in near for part in own)
     assert best[1] == FACT

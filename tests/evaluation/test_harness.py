@@ -35,9 +35,10 @@ from ctx_compress_rag.evaluation.harness import compared_systems, evaluate, scor
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting_questions, question_sets
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.models.sentence_embedding import embed_passages, load_embedder
+from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES, question_messages
+from helpers.methods import minilm
 
 QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))
 
@@ -50,7 +51,7 @@ def test_questions_take_the_first_of_each_example_first() -> None:
 
 def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt is that which is built here, from MiniLM's cosines of passages and sentences."""
-    encoder = load_embedder()
+    encoder = minilm()
 
     def shouted(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
         return truncate_passages([passage.upper() for passage in passages], tokenizer, budget)

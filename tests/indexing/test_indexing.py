@@ -25,9 +25,9 @@ from ctx_compress_rag.indexing.demo_corpus import wikipedia_corpus
 from ctx_compress_rag.indexing.fit import IndexFit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
-from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.text.answers import token_f1
 from helpers.cli import contents, paragraphs, write_docs, write_documents
+from helpers.methods import minilm
 
 
 def texts(given: IndexInput) -> dict[str, str]:
@@ -300,7 +300,7 @@ def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -
             index.search(asked, 4)
     update(index, write_docs(tmp_path / "docs"))
     texts = {id: row[0] for id, row in contents(tmp_path / "chroma").items()}
-    encoder = load_embedder()
+    encoder = minilm()
     similar = encoder.similarity(encoder.encode(question), encoder.encode(list(texts.values())))[0].tolist()
     expected = sorted(zip(similar, texts, strict=True), reverse=True)[:5]
     hits = index.search([question], 5)[0]
@@ -313,7 +313,7 @@ def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -
 def test_the_embedder_is_kept_with_the_index(tmp_path: Path, bundle_folder: Path) -> None:
     """MiniLM with another last layer, in a folder: the index is of its vectors, and no other may search it."""
     half, store = tmp_path / "half", tmp_path / "chroma"
-    encoder = SentenceTransformer(modules=[*load_embedder(), Dense(384, 192, bias=False)], device="cpu")
+    encoder = SentenceTransformer(modules=[*minilm(), Dense(384, 192, bias=False)], device="cpu")
     encoder.save(str(half))
     docs = write_docs(tmp_path / "docs", files=1)
     with pytest.raises(ConfigError, match=r"cannot load embedder '.*nothing'.*'minilm', a folder or hub id"):

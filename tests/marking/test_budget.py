@@ -155,8 +155,8 @@ def test_a_question_encodes_only_itself(tmp_path: Path) -> None:
     assert all(len(packed) < 3000 for packed in stored)
     expected = nearest_sentences(TEXTS, QUESTION)
     seen: list[Any] = []
-    # Of its first module: some versions run the model's `forward` without the model's own hooks.
-    hook = load_embedder()[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]["input_ids"].shape[0]))
+    embeddings: Any = load_embedder()
+    hook = embeddings.model.embeddings.register_forward_hook(lambda _, inputs, out: seen.append(len(out)))
     try:
         found = nearest_sentences(TEXTS, QUESTION, stored)
         assert seen == [1]

@@ -18,9 +18,8 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsConfig, SentenceSlotsEncoder
-from ctx_compress_rag.models.sentence_embedding import load_embedder
 from ctx_compress_rag.text.sentences import split_sentences, split_units
-from helpers.methods import DIM, save_encoder, unigram
+from helpers.methods import DIM, minilm, save_encoder, unigram
 from helpers.models import tiny_config
 
 TEXTS = [
@@ -246,7 +245,7 @@ def test_impossible_encoders_are_refused(make: Any) -> None:
 
 def test_a_control_token_in_a_passage_is_text_for_the_encoder_too() -> None:
     encoder = SentenceSlotsEncoder(SentenceSlotsConfig(encoder="minilm"), torch.device("cpu"))
-    model = load_embedder()
+    model = minilm()
     for text in ("Old [SEP] towers", "[CLS]", "a [PAD] b[MASK]"):
         spaced = text.replace("[", "[ ")
         assert torch.equal(encoder.encode([text])[0], torch.from_numpy(model.encode_document(spaced)))

@@ -21,7 +21,7 @@ from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.text.tokenizing import bos_token_id
+from ctx_compress_rag.text.tokenizing import bos_token_id, length_batches
 
 
 class SlotBatch(NamedTuple):
@@ -164,14 +164,8 @@ def encode_in_batches(
     `passages` has the passage index of each piece, and `lengths` its number of tokens. A batch has at most
     `batch_tokens` tokens after padding. `encode` gets the indices of a batch's pieces and returns their slots.
     """
-    made: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        # Sorted by length, so the newest piece is the batch's longest.
-        if made and (len(made[-1]) + 1) * lengths[i] <= batch_tokens:
-            made[-1].append(i)
-        else:
-            made.append([i])
-    done = {i: soft for batch in made for i, soft in zip(batch, encode(batch), strict=True)}
+    batches = length_batches(lengths, batch_tokens)
+    done = {i: soft for batch in batches for i, soft in zip(batch, encode(batch), strict=True)}
     return join_slots(passages, [done[i] for i in range(len(lengths))])
 
 
