@@ -205,6 +205,20 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (anchor if linked.suffix == ".md" else anchor.lower()) in anchors, target
 
 
+def test_documents_import_only_what_is_public() -> None:
+    files = [*LINKING, *ROOT.glob("examples/**/*.py")]
+    text = "\n".join(
+        "\n".join("".join(cell["source"]) for cell in json.loads(file.read_text(encoding="utf-8"))["cells"])
+        if file.suffix == ".ipynb"
+        else file.read_text(encoding="utf-8")
+        for file in files
+    )
+    imports = re.findall(r"^\s*from (ctx_compress_rag[\w.]*) import (\([^)]*\)|.*)$", text, re.M)
+    assert {module for module, _ in imports} == {"ctx_compress_rag", "ctx_compress_rag.errors"}
+    named = {name for module, names in imports for name in re.findall(r"\w+", names) if "." not in module}
+    assert named <= set(ctx_compress_rag.__all__)
+
+
 def test_code_fits_on_the_page() -> None:
     """The site scrolls what is wider."""
     wide = [line for language in ("python", "py") for block in blocks(language) for line in block.splitlines()]

@@ -32,7 +32,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         on_unreadable: what to do with a marker that was changed, that has another key or scope, or whose passage is
             missing or damaged in the store. "error" raises. "text" logs a warning and reads the passage's text if the
             store can give it, else the marker as ordinary text.
-        scope: tenant or user whose markers are read; None takes the scope of `ctx_compress_rag.store.marker.scope`, or
+        scope: tenant or user whose markers are read; None takes the scope of `ctx_compress_rag.scope`, or
             else the store's.
         engine: what runs the decoder, which is "transformers" or "llama.cpp" in this process, or the address of a vLLM
             server (see `ctx-compress export`).

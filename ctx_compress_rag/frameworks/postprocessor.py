@@ -31,7 +31,7 @@ class MarkingPostprocessor(BaseModel):
         on_missing: what to do with each passage that the store lacks, has with another text, or has damaged. "compress"
             compresses and stores the passage, or keeps its text with a warning if that is impossible. "error" raises.
             "text" keeps the text. See `ctx_compress_rag.marking.mark.OnMissing`.
-        scope: tenant or user that the markers belong to; None takes the scope of `ctx_compress_rag.store.marker.scope`,
+        scope: tenant or user that the markers belong to; None takes the scope of `ctx_compress_rag.scope`,
             or else the store's.
 
     Raises:

@@ -78,7 +78,7 @@ class SoftContextStore(ProcessBound):
         ratio: source tokens per slot; None takes the bundle's base ratio in a new store. An existing store keeps its
             own, and refuses another. Methods that merge slots (mean pooling) can read coarser ratios from it.
         key: secret that signs markers and records, at least 16 bytes; None takes the first that `key.StoreKey` finds.
-        scope: tenant or user of calls that name none, outside of `marker.scope`.
+        scope: tenant or user of calls that name none, outside of `ctx_compress_rag.scope`.
         lock_timeout: seconds that a write waits for other writes, 0 or more.
         read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer, 0.1 or more.
 
@@ -145,7 +145,7 @@ class SoftContextStore(ProcessBound):
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes; or a Chroma collection.
             ids: one per document; None takes the document's own id or, without one, a hash of its text.
             progress: whether to show a progress bar.
-            scope: tenant or user that owns the passages; None takes that of `marker.scope`, otherwise the store's.
+            scope: tenant or user that owns the passages; None: that of `ctx_compress_rag.scope`, otherwise the store's.
                 Passages of the scope "default" can be read in every scope, those of another scope only in that scope.
 
         Raises:
@@ -247,7 +247,7 @@ class SoftContextStore(ProcessBound):
 
         Args:
             ids: passage ids.
-            scope: tenant or user that reads; None takes the scope of `marker.scope`, otherwise the store's.
+            scope: tenant or user that reads; None takes the scope of `ctx_compress_rag.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
 
         Raises PayloadError, with the passage's id, if a record is damaged or signed with another key.
@@ -355,7 +355,7 @@ class SoftContextStore(ProcessBound):
         Args:
             ids: passage ids.
             ratio: source tokens per slot, a multiple of the store's base ratio.
-            scope: tenant or user; None takes the scope of `marker.scope`, otherwise the store's.
+            scope: tenant or user; None takes the scope of `ctx_compress_rag.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
             beside_text: whether the prompt shows text beside the slots; see `BundleConfig.reader_share`.
 

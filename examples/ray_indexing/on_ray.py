@@ -1,16 +1,11 @@
 """Compress passages on the workers of a Ray cluster, with Ray Data, into one store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import chromadb
 
 from ctx_compress_rag import Bundle, SoftContextStore
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.store.place import Location
 
 _BATCH = 64
 
@@ -20,8 +15,8 @@ class AddPassages:
 
     def __init__(self, location: str, bundle: str, scope: str | None) -> None:
         host, colon, port = location.rpartition(":")
-        place: Location = chromadb.HttpClient(host, int(port)) if colon else location
-        self._store = SoftContextStore(place, Bundle.from_pretrained(bundle))
+        place = chromadb.HttpClient(host, int(port)) if colon else None
+        self._store = SoftContextStore(place or location, Bundle.from_pretrained(bundle))
         self._scope = scope
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = N
     Args:
         prompt: a string, a prompt value (what a template makes) or messages; the result is of the same kind.
         store: the store of the texts.
-        scope: tenant or user; None takes the scope of `ctx_compress_rag.store.marker.scope`, or else the store's.
+        scope: tenant or user; None takes the scope of `ctx_compress_rag.scope`, or else the store's.
 
     Raises MissingPassageError if a passage was deleted from the store, or its text changed.
     """

@@ -45,7 +45,7 @@ def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Calla
     Args:
         store: the store of the soft contexts.
         scope: tenant or user whose markers count as slots; None takes the scope of
-            `ctx_compress_rag.store.marker.scope`, or else the store's.
+            `ctx_compress_rag.scope`, or else the store's.
     """
     preparer = PromptPreparer(store.bundle, store)
 
