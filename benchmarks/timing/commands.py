@@ -107,6 +107,64 @@ def time_generate(
     _report(output, "generate", report.markdown_table(rows), found)
 
 
+@command('chroma "How long does the warranty last?"', lab)
+def time_cold(
+    index: Annotated[str, typer.Argument(metavar="DIR", help="An index of a bundle with a GGUF decoder.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION")],
+    engines: Annotated[list[str], typer.Option(metavar="NAME", help="Engines of `ask`.")] = ["transformers"],  # noqa: B006
+    rounds: Annotated[int, typer.Option(metavar="N", min=1)] = 7,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Time `ask` from a cold start, over a script that answers from full text: wall clock, processor and memory."""
+    from benchmarks.timing.cold import cold_commands, cold_table
+    from ctx_compress_rag.indexing.index import open_index
+    from ctx_compress_rag.models.gguf import GgufDecoder
+
+    with open_index(index) as opened:
+        decoder = opened.bundle.config.decoder
+    if not isinstance(decoder, GgufDecoder) or decoder.sha256 is None:
+        raise ConfigError(f"the bundle's decoder {decoder!r} is not a GGUF file: index with smollm2-135m")
+    table, costs = cold_table(cold_commands(index, question, decoder.sha256, engines), rounds)
+    _report(output, "cold", table, costs)
+
+
+@command("book.txt --bundle smollm2-135m", lab)
+def time_question(
+    text: Text,
+    bundle: AnyBundle = str(BUNDLE),
+    tokens: Tokens = 256,
+    prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Passages retrieved.")] = 4,
+    output: Output = "ctx-compress-bench",
+) -> None:
+    """Count what a question reads from the store, and time it up to the prompt: marking, then preparing."""
+    import tempfile
+    from statistics import median
+
+    from benchmarks.timing.cold import chroma_reads
+    from benchmarks.timing.speed import seconds_of
+    from ctx_compress_rag.decoding.preparer import PromptPreparer
+    from ctx_compress_rag.evaluation import report
+    from ctx_compress_rag.evaluation.answering import question_chat
+    from ctx_compress_rag.marking.mark import mark_texts
+    from ctx_compress_rag.store import SoftContextStore
+
+    opened, chunks = _open(text, bundle, tokens)
+    asked, longest = "What is it about?", sorted(chunks, key=len)[-prompt:]
+    with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, opened) as store:
+        store.add(longest, progress=False)
+        preparer, rows = PromptPreparer(opened, store), []
+        for name, own in (("slots", None), ("slots beside sentences", asked)):
+
+            def ask(question: str | None = own) -> None:
+                shown = mark_texts(store, longest, token_budget=None, question=question)
+                preparer.prepare([question_chat(opened.config.template, shown, asked)], extractive=True)
+
+            read, seconds = chroma_reads(store, ask), median(seconds_of(ask) for _ in range(9))
+            row = {"gets": str(len(read)), "kB": f"{sum(read) / 1e3:.0f}", "ms": f"{seconds * 1e3:.0f}"}
+            rows.append({"prompt": name, **row})
+    _report(output, "question", report.markdown_table(rows), rows)
+
+
 @command("book.txt --bundle smollm2-135m --prompt 8", lab)
 def time_first_token(
     text: Text,

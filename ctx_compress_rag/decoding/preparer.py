@@ -17,6 +17,7 @@ from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate,
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
+from ctx_compress_rag.store.record import Slotted
 from ctx_compress_rag.strict import as_positive_int
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import find_quotations, without_question
@@ -75,12 +76,10 @@ class PromptPreparer:
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
         split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
         markers = list(dict.fromkeys(p for texts in split for parts in texts for p in parts if isinstance(p, Marker)))
-        soft, texts_of = self._read(markers)
+        soft, texts_of, said = self._read(markers, extractive)
         # Control tokens in a raw prompt come from the caller, but those in its passages are text.
         in_raw = {marker: self._tokenizer.apart(text) for marker, text in texts_of.items()}
-        said = dict(texts_of)
-        if extractive and self.store is not None:
-            said |= self._found(SoftContextStore.text_of, list(soft), "some passages cannot be quoted")
+        said |= texts_of
         sides = self.bundle.sides if isinstance(self.bundle, Bundle) else ()
         prepared = []
         for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
@@ -167,37 +166,56 @@ class PromptPreparer:
     def _split(self, text: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
         return [text] if self.store is None else self.store.split(text, None, on_unreadable)
 
-    def _read(self, markers: Sequence[Marker]) -> tuple[dict[Marker, Tensor], dict[Marker, str]]:
-        """Return markers' slots (positions, dim) as the decoder's input, and texts of the markers without slots."""
+    def _read(
+        self, markers: Sequence[Marker], words: bool
+    ) -> tuple[dict[Marker, Tensor], dict[Marker, str], dict[Marker, str]]:
+        """Return markers' slots (positions, dim) as the decoder's input, and texts of the markers without slots.
+
+        Third, if `words`, the texts of the markers with slots.
+        """
         if self.store is None:
-            return {}, {}
+            return {}, {}, {}
         bundle = cast(Bundle, self.bundle)  # only a bundle has a store
-        slots = self._found(
-            SoftContextStore.fetch, markers, "some slots cannot be read, so texts are used where possible"
+        parts = self._parts(markers)
+        soft = self._decoded(
+            parts, lambda part: part.soft, "some slots cannot be read, so texts are used where possible"
         )
-        lost = [marker for marker in markers if marker not in slots]
-        texts = self._found(SoftContextStore.text_of, lost, "some passages cannot be read at all")
-        return {m: bundle.embed(soft) for m, soft in slots.items()}, {m: texts.get(m, m.text) for m in lost}
+        rest = {marker: part for marker, part in parts.items() if marker not in soft}
+        texts = self._decoded(rest, lambda part: part.text, "some passages cannot be read at all")
+        shown = {marker: parts[marker] for marker in soft if words}
+        said = self._decoded(shown, lambda part: part.text, "some passages cannot be quoted")
+        lost = {marker: texts.get(marker, marker.text) for marker in markers if marker not in soft}
+        return {marker: bundle.embed(each) for marker, each in soft.items()}, lost, said
 
-    def _found(
-        self, read: Callable[[SoftContextStore, Sequence[Marker]], list[T]], markers: Sequence[Marker], said: str
-    ) -> dict[Marker, T]:
-        """Return what `read` gets from the store for markers, in one call unless something is missing.
+    def _parts(self, markers: Sequence[Marker]) -> dict[Marker, Slotted]:
+        """Return what markers stand for, in one call of the store unless something is missing.
 
-        A missing or damaged passage raises the store's error if `on_unreadable` is "error", else it logs a warning.
+        A missing or changed passage raises the store's error if `on_unreadable` is "error", else it logs a warning.
         """
         if self.store is None or not markers:
             return {}
         try:
-            return dict(zip(markers, read(self.store, markers), strict=True))
+            return dict(zip(markers, self.store.read(markers), strict=True))
         except (MissingPassageError, PayloadError) as error:
             if self.on_unreadable == "error":
                 raise
-            logger.warning("%s: %s", said, error)
-        found: dict[Marker, T] = {}
+            logger.warning("some passages cannot be read: %s", error)
+        found: dict[Marker, Slotted] = {}
         for marker in markers:
             with suppress(MissingPassageError, PayloadError):
-                [found[marker]] = read(self.store, [marker])
+                [found[marker]] = self.store.read([marker])
+        return found
+
+    def _decoded(self, parts: Mapping[Marker, Slotted], decode: Callable[[Slotted], T], said: str) -> dict[Marker, T]:
+        """Return what is decoded of each part; a damaged one raises or logs a warning, as in `_parts`."""
+        found: dict[Marker, T] = {}
+        for marker, part in parts.items():
+            try:
+                found[marker] = decode(part)
+            except PayloadError as error:
+                if self.on_unreadable == "error":
+                    raise
+                logger.warning("%s: %s", said, error)
         return found
 
     def _quotable(

@@ -24,7 +24,7 @@ from ctx_compress_rag.errors import (
 from ctx_compress_rag.marking.budget import Budget, RetrievedText, ScoredSentence, ShownPassage, nearest_sentences
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers
-from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, checked_passage
+from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, StoredPassage, checked_passage
 from ctx_compress_rag.strict import as_int, as_list, validate_argument
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import replace_surrogates, text_ids
@@ -88,6 +88,7 @@ class _Passage:
     text: str
     id: str | None = None
     shown: str | None = None
+    record: StoredPassage | None = None  # as last read
 
 
 @dataclass
@@ -259,8 +260,10 @@ class Marking:
         if share is None and self.token_budget is None:
             return None
         stored = [passage for passage in passages if passage.id is not None]
-        found = iter(store.get_passages([str(p.id) for p in stored], self.scope, [p.text for p in stored]))
-        records = [None if passage.id is None else next(found) for passage in passages]
+        found = store.get_passages([str(p.id) for p in stored], self.scope, [p.text for p in stored])
+        for passage, record in zip(stored, found, strict=True):
+            passage.record = record
+        records = [None if passage.id is None else passage.record for passage in passages]
         near = None
         if share is not None:
             packed = ["" if record is None else record.sentences for record in records]
@@ -308,17 +311,16 @@ class Marking:
             return None
 
     def _show(self, passages: Sequence[_Passage], shown: Sequence[ShownPassage]) -> None:
-        groups: dict[int, list[_Passage]] = {}
+        groups: dict[int, list[tuple[_Passage, StoredPassage]]] = {}
         beside_text = any(each.text for each in shown)
         for passage, each in zip(passages, shown, strict=True):
             passage.shown = each.text
-            if each.slots:
-                groups.setdefault(each.factor, []).append(passage)
+            if each.slots and passage.record is not None:
+                groups.setdefault(each.factor, []).append((passage, passage.record))
         for factor, group in groups.items():
-            ids, texts = [str(passage.id) for passage in group], [passage.text for passage in group]
-            ratio = factor * self.store.base_ratio
-            markers = self.store.markers(ids, ratio, self.scope, texts, beside_text=beside_text)
-            for passage, marker in zip(group, markers, strict=True):
+            records = [record for _, record in group]
+            markers = self.store.markers_of(records, factor, self.scope, beside_text=beside_text)
+            for (passage, _), marker in zip(group, markers, strict=True):
                 passage.shown = f"{passage.shown} {marker}".strip()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.fair_lock import FairLock
-from ctx_compress_rag.models.layers import PEFT_PREFIX, fused_experts, is_wanted, lora_places
+from ctx_compress_rag.models.layers import PEFT_PREFIX, fused_experts, is_wanted, lora_places, tuner_layers
 from ctx_compress_rag.models.loading import UnloadedModel, convert_weights
 from ctx_compress_rag.models.state import load_own_tensors, own_tensors
 from ctx_compress_rag.models.transformers_internals import hub_commit
@@ -33,6 +33,8 @@ class Backbone:
         self._when_loaded: list[Callable[[], None]] = []
         self._trained: set[str] = set()
         self._active: Mapping[str, float] = {}
+        self._tuned: list[Any] = []  # peft's layers
+        self._plans: dict[tuple[tuple[str, float], ...], list[Any]] = {}  # of those that are `AdaptedLinear`, by shares
 
     @property
     def loaded(self) -> bool:
@@ -119,6 +121,8 @@ class Backbone:
     def _inject(self, name: str, config: Any, layers: int | None) -> None:
         from peft import inject_adapter_in_model
 
+        from ctx_compress_rag.models.adapted import shorten_forward
+
         if (stored := self.adapter_layers.get(name)) is None:
             places = lora_places(self.model, config.target_modules, layers)
             config.target_modules, config.target_parameters = places.layers, places.experts
@@ -128,13 +132,19 @@ class Backbone:
             named = {weight for weight in experts if is_wanted(weight, config.target_modules)}
             config.target_parameters = [*(config.target_parameters or ()), *sorted(named)]
             config.target_modules = [layer for layer in stored if layer not in experts.values()]
+        # Weights that a file has are not initialized before, which takes longer than to read them.
+        empty = stored is not None and not config.use_dora
         # In a list without a config: by a decoder's type, peft would take names of layers for those of experts, and
         # refuse layers that are not adapted here anyway.
-        inject_adapter_in_model(config, nn.ModuleList([self.model]), adapter_name=name)
+        inject_adapter_in_model(config, nn.ModuleList([self.model]), adapter_name=name, low_cpu_mem_usage=empty)
         self.model.peft_config = {**getattr(self.model, "peft_config", {}), name: config}
-        self.model.requires_grad_(False)
         self.model.eval()
+        self._tuned = [layer for _, layer in tuner_layers(self.model)]
+        for layer in self._tuned:
+            shorten_forward(layer)
+        self._plans.clear()
         self._activate(self._active)
+        self._freeze()
 
     def train_adapter(self, name: str) -> list[nn.Parameter]:
         """Make the existing adapter `name` trainable, in float32, and return its parameters."""
@@ -143,7 +153,7 @@ class Backbone:
             # peft gives adapters the decoder's precision; bfloat16 would lose most of a small step.
             parameter.data = parameter.data.float()
         self._trained.add(name)
-        self._activate(self._active)
+        self._freeze()
         return parameters
 
     @contextmanager
@@ -158,27 +168,37 @@ class Backbone:
         with self.lock:
             model = self.model
             previous = self._active
-            self._activate(shares)
+            if shares != previous:
+                self._activate(shares)
             try:
                 yield model
             finally:
-                self._activate(previous)
+                if shares != previous:
+                    self._activate(previous)
 
     def _activate(self, shares: Mapping[str, float]) -> None:
-        from peft.tuners.lora import LoraLayer
-
         self._active = shares
-        if not self.adapters:
+        if not self._tuned:
             return
-        for module in self.model.modules():
-            if isinstance(module, LoraLayer):
-                layer: Any = module
-                for adapter in self.adapters:
-                    layer.set_scale(adapter, shares.get(adapter, 1.0))
-                if shares:
-                    layer.set_adapter(list(shares))
-                layer.enable_adapters(bool(shares))
-        # peft freezes whatever is not active; what is being trained stays trainable.
+        from ctx_compress_rag.models.adapted import AdaptedLinear
+
+        if (plans := self._plans.get(key := tuple(shares.items()))) is None:
+            plans = [layer.plan_of(shares) if isinstance(layer, AdaptedLinear) else None for layer in self._tuned]
+            self._plans[key] = plans
+        for layer, plan in zip(self._tuned, plans, strict=True):
+            if plan is not None:
+                layer.plan = plan
+                continue
+            for adapter in self.adapters:
+                layer.set_scale(adapter, shares.get(adapter, 1.0))
+            if shares:
+                layer.set_adapter(list(shares))
+            layer.enable_adapters(bool(shares))
+        if None in plans:
+            self._freeze()  # peft freezes whatever is not active, and nothing else
+
+    def _freeze(self) -> None:
+        """Make what is being trained trainable, and nothing else."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))
 
@@ -206,11 +226,13 @@ class Backbone:
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Return the weights of the existing adapter `name`, on the CPU, by the names that peft's files use."""
-        return {key: value.detach().cpu().contiguous() for key, value in self._adapter_weights(name).items()}
+        weights = {key: self.model.get_parameter(own) for key, own in self._adapter_weights(name).items()}
+        return {key: value.detach().cpu().contiguous() for key, value in weights.items()}
 
     def load_adapter_state(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Load an `adapter_state` into the existing adapter `name`; raise BundleError if names or shapes differ."""
-        expected = self._adapter_weights(name)
+        names = self._adapter_weights(name)
+        expected = {key: self.model.get_parameter(own) for key, own in names.items()}
         if odd := sorted(state.keys() ^ expected.keys()):
             raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, such as {odd[0]}")
         for key, value in state.items():
@@ -221,10 +243,22 @@ class Backbone:
                 )
         with torch.no_grad():
             for key, weight in expected.items():
-                weight.copy_(state[key])
+                if not weight.is_meta:
+                    weight.copy_(state[key])
+                    continue
+                layer, _, _ = names[key].partition(".lora_")
+                base = next(self.model.get_submodule(layer).get_base_layer().parameters())
+                dtype = base.dtype if base.is_floating_point() else torch.float32
+                # A copy: a file that is mapped into memory may be written again.
+                value = state[key].to(base.device, dtype, copy=True)
+                owner, _, last = names[key].rpartition(".")
+                setattr(self.model.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
+        self._plans.clear()
+        self._activate(self._active)
 
-    def _adapter_weights(self, adapter: str) -> dict[str, nn.Parameter]:
+    def _adapter_weights(self, adapter: str) -> dict[str, str]:
+        """Return the full name of each weight of an adapter, by the name that peft's files use."""
         # peft's own functions would rename, for some decoders, when saving and not when loading, or the reverse.
         own = re.compile(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)")
-        weights = {own.sub(r"\1", name): p for name, p in self.model.named_parameters() if own.search(name)}
-        return {f"{PEFT_PREFIX}{name.replace('_vector.weight', '_vector')}": p for name, p in weights.items()}
+        weights = {own.sub(r"\1", name): name for name, _ in self.model.named_parameters() if own.search(name)}
+        return {f"{PEFT_PREFIX}{key.replace('_vector.weight', '_vector')}": name for key, name in weights.items()}

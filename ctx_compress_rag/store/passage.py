@@ -51,7 +51,8 @@ class Passage:
 class StoredPassage:
     """A passage in the store, with the numbers of its slots (at the base ratio) and of its source tokens.
 
-    `sentences` holds the packed vectors of its sentences (see `store.sentences`), or "" if none are stored.
+    `sentences` holds the packed vectors of its sentences (see `store.sentences`), or "" if none are stored, and
+    `marker` the name that markers give it, or "" if its slots are damaged.
     """
 
     id: str
@@ -60,6 +61,7 @@ class StoredPassage:
     n_slots: int
     n_tokens: int
     sentences: str = field(default="", repr=False)
+    marker: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True)

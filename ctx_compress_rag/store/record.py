@@ -20,7 +20,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from ctx_compress_rag.errors import PayloadError, short_repr
 from ctx_compress_rag.soft_context import SoftContext
@@ -123,13 +123,41 @@ class Record:
             metadata = json.loads(self.metadata)
             if not isinstance(metadata, dict):
                 raise ValueError(f"its metadata are a {type(metadata).__name__}")
-            return StoredPassage(passage_id(id), text, metadata, self.slots, self.tokens, self.sentences)
+            marker = plain_marker_id(self.marker) if _hash(self.payload) == self.payload_hash else ""
+            return StoredPassage(passage_id(id), text, metadata, self.slots, self.tokens, self.sentences, marker)
         except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
             raise damaged_record(id, error) from error
 
     def _signed(self, id: str, collection: str) -> tuple[str, ...]:
         hashes, counts = (self.text_hash, self.payload_hash), (str(self.slots), str(self.tokens))
         return (collection, id, *hashes, self.marker, *counts, self.sentences, self.metadata)
+
+
+class Slotted(Protocol):
+    """What a marker stands for: slots, and the text that they were made of."""
+
+    @property
+    def soft(self) -> SoftContext: ...
+    @property
+    def text(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class MarkedRecord:
+    """A record under its id, with the number of its slots that a marker merges into one."""
+
+    id: str
+    record: Record
+    factor: int
+    fingerprint: str
+
+    @property
+    def soft(self) -> SoftContext:
+        return self.record.soft_context(self.id).merge(self.factor)
+
+    @property
+    def text(self) -> str:
+        return self.record.passage(self.id, self.fingerprint).text
 
 
 def record_id(id: str, scope: str) -> str:

@@ -39,7 +39,16 @@ from ctx_compress_rag.store.place import (
     companion_collection,
     connect_store,
 )
-from ctx_compress_rag.store.record import owned_by_scope, passage_id, plain_marker_id, readable_scopes, record_id
+from ctx_compress_rag.store.record import (
+    MarkedRecord,
+    Slotted,
+    damaged_record,
+    owned_by_scope,
+    passage_id,
+    plain_marker_id,
+    readable_scopes,
+    record_id,
+)
 from ctx_compress_rag.store.records import Records, summarize_store
 from ctx_compress_rag.store.threads import caller_gone, shielded_from_interrupts
 from ctx_compress_rag.store.transient import TransientParts
@@ -373,13 +382,25 @@ class SoftContextStore(ProcessBound):
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
         for key, record in found.values():
             record.check_payload(key)
-        signer = self._records.signer
+        named = [(plain_marker_id(found[id][1].marker), found[id][1].slots) for id in ids]
+        return self._written(named, factor, scope, beside_text)
+
+    def markers_of(
+        self, passages: Sequence[StoredPassage], factor: int, scope: str | None = None, *, beside_text: bool = False
+    ) -> list[str]:
+        """Return markers, with `factor` slots merged into one, of passages that `get_passages` read; else `markers`."""
+        for passage in passages:
+            if not passage.marker:
+                raise damaged_record(record_id(passage.id, DEFAULT_SCOPE), "its payload was changed")
+        named = [(passage.marker, passage.n_slots) for passage in passages]
+        return self._written(named, factor, self._scope(scope), beside_text)
+
+    def _written(self, named: Sequence[tuple[str, int]], factor: int, scope: str, beside_text: bool) -> list[str]:
         written = []
-        for id in ids:
-            slots = found[id][1].slots
+        for name, slots in named:
             merged = min(factor, slots)  # all larger factors mean one slot
-            passage = plain_marker_id(found[id][1].marker)
-            written.append(signer.write(passage, merged, -(-slots // merged), scope, beside_text=beside_text))
+            marker = self._records.signer.write(name, merged, -(-slots // merged), scope, beside_text=beside_text)
+            written.append(marker)
         return written
 
     def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:
@@ -401,23 +422,23 @@ class SoftContextStore(ProcessBound):
                 self.warn_if_empty()
             raise
 
-    def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
-        """Return the soft contexts that markers stand for, at the markers' ratios, in order.
+    def read(self, markers: Sequence[Marker]) -> list[Slotted]:
+        """Return what markers stand for, in order, read once: its text, and its slots at the marker's ratio.
 
         Raises MissingPassageError if a passage was deleted or its text changed after the marker was written, and
-        PayloadError if a record is damaged or signed with another key.
+        PayloadError if a record was changed or signed with another key. Damaged slots or texts raise when asked for.
         """
         kept, rest = self._transient.split(markers)
         found = self._records.by_marker(rest)
-        base = {key: record.soft_context(key) for key, record in dict(found.values()).items()}
-        return [kept[m].soft if m in kept else base[found[m][0]].merge(m.factor) for m in markers]
+        return [kept[m] if m in kept else MarkedRecord(*found[m], m.factor, self.fingerprint) for m in markers]
+
+    def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
+        """Return the slots of what `read` returns, with its errors."""
+        return [each.soft for each in self.read(markers)]
 
     def text_of(self, markers: Sequence[Marker]) -> list[str]:
-        """Return the texts that markers stand for, in order. Errors are those of `fetch`."""
-        kept, rest = self._transient.split(markers)
-        found = self._records.by_marker(rest)
-        texts = {key: record.passage(key, self.fingerprint).text for key, record in dict(found.values()).items()}
-        return [kept[m].text if m in kept else texts[found[m][0]] for m in markers]
+        """Return the texts of what `read` returns, with its errors."""
+        return [each.text for each in self.read(markers)]
 
     # Inside
 
@@ -430,7 +451,9 @@ class SoftContextStore(ProcessBound):
 
     def _compress(self, passages: dict[str, Passage], scope: str, progress: bool) -> None:
         with tqdm(total=len(passages), desc="compressing", unit="passage", disable=not (progress and passages)) as bar:
-            for batch in passage_batches(passages):
+            # Batches of similar length have little padding; the longest first, so that memory runs out soon or never.
+            longest = sorted(passages.items(), key=lambda item: -len(item[1].text))
+            for batch in passage_batches(dict(longest)):
                 if caller_gone():
                     return
                 softs = self.bundle.compress([passage.text for passage in batch.values()], ratio=self.base_ratio)

@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks.__main__ import main
 from benchmarks.crashes import folders
+from benchmarks.timing.cold import chroma_reads, cold_table, process_cost
 from benchmarks.timing.cost import measure
 from benchmarks.timing.speed import first_token, indexing_speed
 from benchmarks.timing.training_speed import training_speed
@@ -147,3 +148,30 @@ def test_a_loss_and_a_wrong_passage_are_counted(tmp_path: Path) -> None:
     found = folders.look(tmp_path)
     assert found["missing"] == 1 and found["wrong"] == 1 and found["lost"] == 2
     assert folders.look(tmp_path)["missing"] == 0  # mended by the first look
+
+
+def test_a_process_costs_what_it_takes(tmp_path: Path) -> None:
+    idle, busy = "pass", "x = bytes(range(256)) * 400_000; sum(range(6_000_000))"
+    table, costs = cold_table({name: [sys.executable, "-c", name] for name in (idle, busy)}, rounds=1)
+    [one], [other] = costs.values()
+    assert other.memory - one.memory == pytest.approx(98, abs=8)
+    assert other.cpu > one.cpu and other.wall >= other.cpu * 0.9
+    assert f"{other.memory:.1f} ({other.memory / one.memory:.2f})" in table
+    with pytest.raises(subprocess.CalledProcessError):
+        process_cost([sys.executable, "-c", "1 / 0"])
+
+
+def test_a_question_reads_each_passage_once_to_mark_it_and_once_to_answer(tiny_bundle: Any, tmp_path: Path) -> None:
+    """Its ids alone, to find it, before. A second reading of the passages would be twice the characters."""
+    texts = questions_of(world_examples("test", 0, 1, max_turns=1, passages=(4,)))[0].passages
+    with SoftContextStore(tmp_path, tiny_bundle) as store:
+        store.add(list(texts), progress=False)
+        decoder, size = Decoder(tiny_bundle, store), len(str(store._records.rows(store._records.ids())))
+
+        def ask() -> None:
+            chat = question_chat(TEMPLATES[0], mark_texts(store, texts, token_budget=30), "What is it about?")
+            prompt = decoder.preparer.prepare([chat], extractive=True)[0]
+            assert prompt.slots and prompt.quotable
+
+        found, marked, answered = chroma_reads(store, ask)
+        assert found < 0.2 * size and marked == pytest.approx(size, rel=0.1) and answered <= marked * 1.01

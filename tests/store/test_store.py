@@ -109,6 +109,20 @@ def test_a_server_that_forbids_to_list_collections_does_not_hide_a_missing_passa
             store.marker("p0", 4)
 
 
+def test_passages_of_similar_length_are_compressed_together(
+    tmp_path: Path, bundle: WordBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a batch has little padding; the longest come first."""
+    read: list[int] = []
+    compress = bundle.compress
+    monkeypatch.setattr(bundle, "compress", lambda texts, ratio: read.extend(map(len, texts)) or compress(texts, ratio))
+    texts = [f"word{i} " * (1 + i % 7) for i in range(600)]
+    with SoftContextStore(tmp_path, bundle) as store:
+        store.add(texts, progress=False)
+        assert read == sorted(map(len, texts), reverse=True)
+        assert store.text_of([store.split(m)[0] for m in store.markers(store.ensure(texts[:5]), 4)]) == texts[:5]
+
+
 def test_passages_come_back_with_their_text(store: SoftContextStore) -> None:
     text = "Größe ≠ \0 taille 𝄞\r\n  two  spaces "
     store.add([Passage(text, "a", {"source": "x.txt", "page": 3, "tags": ["a"]})], progress=False)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.models.adapted import AdaptedLinear
 
 
 @runtime_checkable
@@ -79,13 +80,18 @@ def _forward(
     return out
 
 
-def _active(adapter: BaseTunerLayer) -> list[str] | None:
-    """Return the names of a layer's active adapters, or None if adapters are off."""
+def _active(adapter: BaseTunerLayer) -> Any:
+    """Return the plan of an `AdaptedLinear`, else the names of a layer's active adapters, or None if they are off."""
+    if isinstance(adapter, AdaptedLinear):
+        return adapter.plan
     return None if adapter.disable_adapters else list(adapter.active_adapters)
 
 
-def _activate(adapters: Sequence[BaseTunerLayer], names: Sequence[list[str] | None]) -> None:
+def _activate(adapters: Sequence[BaseTunerLayer], names: Sequence[Any]) -> None:
     for adapter, wanted in zip(adapters, names, strict=True):
+        if isinstance(adapter, AdaptedLinear):
+            adapter.plan = wanted
+            continue
         if _active(adapter) == wanted:
             continue
         module: Any = adapter
