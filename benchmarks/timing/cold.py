@@ -1,9 +1,7 @@
 """What one answer costs from a cold start, beside a script without this library; and what a question reads."""
 
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -23,16 +21,22 @@ class Cost(NamedTuple):
     memory: float
 
 
+# Between the two, because a process starts with the largest memory of the one that starts it.
+_LAUNCHER = """
+import resource, subprocess, sys, time
+began = time.perf_counter()
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+sys.exit(code)
+"""
+
+
 def process_cost(command: Sequence[str]) -> Cost:
     """Run a command to its end; raise CalledProcessError if it fails."""
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - began
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+    launched = [sys.executable, "-c", _LAUNCHER, *command]
+    said = subprocess.run(launched, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return Cost(*map(float, said.split()))
 
 
 def cold_commands(index: str, question: str, digest: str, engines: Sequence[str]) -> dict[str, list[str]]:
