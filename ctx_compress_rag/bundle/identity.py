@@ -20,6 +20,8 @@ _CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", "r
 def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:
     """Return 64 hex digits that identify the decoder's files; "" for one on the hub (commit) or in GGUF (own SHA-256).
 
+    For a tokenizer beside a GGUF file, they identify it.
+
     `shipped` is the folder of a decoder that is part of the bundle; None reads the decoder in memory instead.
     """
     if config.decoder is None:
@@ -28,6 +30,8 @@ def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | Non
             if shipped is None
             else decoder_files_digest(shipped)
         )
+    if isinstance(config.decoder, GgufDecoder) and config.decoder.tokenizer:
+        return hashlib.sha256(backbone.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     in_folder = isinstance(config.decoder, str) and Path(config.decoder).is_dir()
     return model_folder_digest(Path(str(config.decoder), config.subfolder or "")) if in_folder else ""
 

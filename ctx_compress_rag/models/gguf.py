@@ -1,6 +1,6 @@
 """Decoders in GGUF files: find such a file, identify it, and load it as an ordinary transformers model."""
 
-import importlib
+import hashlib
 import importlib.metadata
 import logging
 import shutil
@@ -13,7 +13,10 @@ import torch
 from pydantic import Field, model_validator
 from safetensors import SafetensorError
 
+import ctx_compress_rag
 from ctx_compress_rag.errors import BundleError, needs
+from ctx_compress_rag.models.gguf_tensors import read_gguf
+from ctx_compress_rag.models.gguf_tokenizer import gguf_tokenizer
 from ctx_compress_rag.models.identity import file_sha256
 from ctx_compress_rag.strict import Strict
 
@@ -31,6 +34,7 @@ class GgufDecoder(Strict):
         repo: a hub repository, at the `revision` of the bundle or recipe.
         file: the file's name in the package or repository, with its folders where needed.
         path: the file's path.
+        tokenizer: folder or hub id of the model's tokenizer, if the file's own is not read.
         sha256: the SHA-256 that the file must have, in hex digits; None accepts any. Bundles always store it.
     """
 
@@ -39,6 +43,7 @@ class GgufDecoder(Strict):
     repo: str | None = Field(default=None, min_length=1)
     file: str | None = Field(default=None, min_length=1)
     path: str | None = Field(default=None, min_length=1)
+    tokenizer: str | None = Field(default=None, min_length=1)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
     @model_validator(mode="after")
@@ -83,23 +88,27 @@ def pin_gguf(decoder: GgufDecoder, revision: str | None = None) -> GgufDecoder:
     return decoder.model_copy(update={"sha256": file_sha256(gguf_file(decoder, revision))})
 
 
-def open_gguf(file: Path) -> tuple[Any, Any, Callable[[], Any]]:
+def open_gguf(file: Path, tokenizer: str | None = None) -> tuple[Any, Any, Callable[[], Any]]:
     """Return a GGUF file's transformers config and tokenizer, and a function that loads the causal LM in float32.
 
-    The causal LM is an ordinary model, which can be trained, take adapters and be saved. transformers unpacks slowly,
-    so the result is kept in the hub's cache of assets (4 bytes a weight), for each version of transformers.
+    `tokenizer` is the folder or hub id of one that takes the place of the file's. The causal LM is an ordinary model,
+    which can be trained, take adapters and be saved. Unpacking is slow, so the result is kept in the hub's cache of
+    assets (4 bytes a weight), for each version of this library and of transformers.
     """
     import transformers
     from huggingface_hub import cached_assets_path
 
-    kept = Path(cached_assets_path("ctx_compress_rag", "gguf"), f"{file_sha256(file)}-{transformers.__version__}")
+    version = f"{transformers.__version__}-{ctx_compress_rag.__version__}"
+    if tokenizer:
+        version += f"-{hashlib.sha256(tokenizer.encode()).hexdigest()[:8]}"
+    kept = Path(cached_assets_path("ctx_compress_rag", "gguf"), f"{file_sha256(file)}-{version}")
     unpacked: Any = None
     if kept.is_dir():
         config = transformers.AutoConfig.from_pretrained(kept)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
+        found = transformers.AutoTokenizer.from_pretrained(tokenizer or kept)
     else:
-        unpacked, tokenizer = _unpack(file)
-        _keep(unpacked, tokenizer, kept)
+        unpacked, found = _unpack(file, tokenizer)
+        _keep(unpacked, found, kept)
         config = unpacked.config
 
     def load() -> Any:
@@ -111,33 +120,18 @@ def open_gguf(file: Path) -> tuple[Any, Any, Callable[[], Any]]:
 
     # Adapters record the decoder's name; the folder is only this machine's.
     config.name_or_path = file.name
-    return config, tokenizer, load
+    return config, found, load
 
 
-def _unpack(file: Path) -> tuple[Any, Any]:
+def _unpack(file: Path, tokenizer: str | None) -> tuple[Any, Any]:
     with needs("gguf"):
-        for package in ("accelerate", "gguf"):
-            importlib.import_module(package)
-    import transformers
+        import gguf  # noqa: F401
+    from transformers import AutoTokenizer
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    # Each of these would parse the file once more for the config.
-    where["config"] = transformers.AutoConfig.from_pretrained(**where)
-    options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):
-        # Newer transformers keeps weights packed if it has kernels for them; packed weights cannot be trained.
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    # In float32: other precisions unpack more slowly and would also round rotary frequencies.
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, **options)
-    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        # With it, `save_pretrained` would refuse, and peft would treat the weights as packed.
-        quantizer.remove_quantization_config(model)
-    for name in ("eos_token", "pad_token"):
-        # Some versions (5.17) give the tokenizer of such a file its start token as the end token, and no padding.
-        if (number := getattr(model.config, f"{name}_id", None)) is not None:
-            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
-    return model, tokenizer
+    metadata, load = read_gguf(file)
+    # The tokenizer first: loading is slow, and an unknown one is refused.
+    found: Any = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else gguf_tokenizer(file, metadata)
+    return load(), found
 
 
 def _keep(model: Any, tokenizer: Any, folder: Path) -> None:

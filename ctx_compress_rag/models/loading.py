@@ -85,7 +85,7 @@ def open_decoder(
     load: Callable[[], Any]
     with _errors_named(name), progress_line(f"opening the decoder {name}"):
         if isinstance(name, GgufDecoder):
-            config, tokenizer, unpack = open_gguf(gguf_file(name, revision))
+            config, tokenizer, unpack = open_gguf(gguf_file(name, revision), name.tokenizer)
             settings, load = _settings(config), lambda: _placed(convert_weights(unpack(), weights), placed)
         else:
             place, where = _where(name, revision, subfolder or "")
