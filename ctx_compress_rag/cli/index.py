@@ -16,8 +16,8 @@ def index(
         str | None,
         typer.Argument(
             metavar="PATH",
-            help="Folder to index, with its subfolders but without hidden files, or a .jsonl file with rows of text "
-            "and, optionally, id.",
+            help="Folder to index, with its subfolders but without hidden files, or a .jsonl file with rows of text, "
+            "optionally id, and metadata.",
         ),
     ] = None,
     *,
@@ -56,9 +56,9 @@ def index(
 ) -> None:
     """Index a folder of files, or a file of texts.
 
-    Takes .txt, .md, .rst and .json files and, with the `index` extra, .pdf, .docx, .pptx, .xlsx, .csv and .html. Only
-    new and changed passages are compressed, so run the command again to resume after an interruption. Passages of a
-    changed file are replaced. Passages of a deleted file stay unless --prune is given.
+    Takes .txt, .md, .rst and .json files and, with the `index` extra, .pdf, .docx, .pptx, .xlsx, .csv, .tsv and .html.
+    Only new and changed passages are compressed, so run the command again to resume after an interruption. Passages of
+    a changed file are replaced. Passages of a deleted file stay unless --prune is given.
     """
     from ctx_compress_rag.indexing.build import compress_collection, update_index
     from ctx_compress_rag.indexing.index import open_index

@@ -64,7 +64,7 @@ class _Cut:
             self.files += bool(text.text.strip())
             for part in chunk_text(text.text, self._tokenizer, self._chunk_tokens, markdown=text.markdown):
                 self.bytes = min(end, self.bytes + len(part.encode()))
-                passage = make_index_passage(part, text.source, self.root)
+                passage = make_index_passage(part, text.source, self.root, text.metadata)
                 if passage.id not in self.ids:
                     self.ids.add(str(passage.id))
                     if passage.id not in self.stored:

@@ -4,6 +4,7 @@ The argument is the limit of its address space in bytes. The process writes "rea
 in seconds, and answers each with `text` and `lacks`, or with `error`. Everything is JSON, one value in a line.
 """
 
+import io
 import json
 import os
 import re
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+from ctx_compress_rag.indexing.tables import separated_by_commas
+
 MOST_TEXT = 32 << 20  # maximum characters of a document's text
 _UNREAD_PARTS = {
     "page headers and footers": re.compile(r"word/(header|footer)\d*\.xml"),
     "comments": re.compile(r"word/comments\.xml"),
 }
+_UNEQUAL = "a separator that all lines have equally often"
 _GLYPH = re.compile(r"\(cid:\d+\)")
 _MOST_GLYPHS = 0.1  # share of glyphs without a character above which a PDF's text counts as unreadable
 
@@ -27,12 +31,18 @@ def read_document(path: Path) -> dict[str, Any]:
     from markitdown import StreamInfo, converters
 
     suffix = path.suffix.lower()
-    kind = "Html" if suffix == ".htm" else suffix[1:].capitalize()
+    kind = {".htm": "Html", ".tsv": "Csv"}.get(suffix, suffix[1:].capitalize())
+    lacks = []
     try:
-        with path.open("rb") as file:
-            if suffix in (".docx", ".pptx", ".xlsx") and file.peek(4)[:4] == b"\xd0\xcf\x11\xe0":
+        with path.open("rb") as opened:
+            file: Any = opened
+            if kind == "Csv":
+                table, sure = separated_by_commas(_decoded(file.read()))
+                file, lacks = io.BytesIO(table.encode()), [] if sure else [_UNEQUAL]
+            elif suffix in (".docx", ".pptx", ".xlsx") and file.peek(4)[:4] == b"\xd0\xcf\x11\xe0":
                 return {"error": "it is protected by a password (or of an older format): save it without"}
-            text = getattr(converters, f"{kind}Converter")().convert(file, StreamInfo(extension=suffix)).markdown
+            about = StreamInfo(extension=suffix, charset="utf-8" if kind == "Csv" else None)
+            text = getattr(converters, f"{kind}Converter")().convert(file, about).markdown
     except OSError as error:
         return {"error": f"it cannot be read ({error.strerror})"}
     except MemoryError:
@@ -48,8 +58,14 @@ def read_document(path: Path) -> dict[str, Any]:
         return {
             "error": f"its fonts do not say which characters {glyphs:,} of its glyphs are: recognize its text (OCR)"
         }
-    lacks = ["characters of glyphs without one"] if glyphs else []
+    lacks += ["characters of glyphs without one"] * bool(glyphs)
     return {"text": text, "lacks": lacks + (_unread_parts(path, text) if suffix == ".docx" else [])}
+
+
+def _decoded(data: bytes) -> str:
+    from charset_normalizer import from_bytes  # which comes with markitdown
+
+    return str(from_bytes(data).best() or data.decode(errors="ignore")).lstrip("\ufeff")
 
 
 def _unread_parts(path: Path, text: str) -> list[str]:

@@ -21,6 +21,7 @@ DOCUMENTS = {
     ".html": "markitdown",
     ".htm": "markitdown",
     ".csv": "markitdown",
+    ".tsv": "markitdown",
     ".pptx": "pptx",
     ".xlsx": "openpyxl",
 }

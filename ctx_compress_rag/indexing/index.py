@@ -7,8 +7,9 @@ langchain-chroma and LlamaIndex can open it. The soft contexts are beside it (`S
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -40,10 +41,11 @@ _LOOKED_UP = 250  # how many passages are looked up together: as many as Chroma 
 _FIRST = 8  # how many passages are looked up first, so that progress shows early
 
 
-def make_index_passage(text: str, source: str, root: str) -> Passage:
-    """Return a passage whose id depends on `root` (the indexed folder), `source` (the file) and the text."""
-    digest = hashlib.sha256("\0".join((root, source, text)).encode()).hexdigest()[:16]
-    return Passage(text, f"{source}#{digest}", {"source": source, "root": root})
+def make_index_passage(text: str, source: str, root: str, metadata: Mapping[str, Any] | None = None) -> Passage:
+    """Return a passage whose id depends on `root` (the indexed folder), `source` (the file), text and metadata."""
+    parts = (root, source, text, *([json.dumps(metadata)] if metadata else []))
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return Passage(text, f"{source}#{digest}", {**(metadata or {}), "source": source, "root": root})
 
 
 @dataclass(frozen=True)

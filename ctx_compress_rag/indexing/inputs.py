@@ -5,7 +5,8 @@ import os
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from errno import ENOENT
 from pathlib import Path, PurePath
 from stat import S_ISREG
 from typing import NamedTuple
@@ -14,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from ctx_compress_rag.errors import DataError, conversion_command
 from ctx_compress_rag.indexing.documents import DOCUMENTS, UNSTRUCTURED, DocumentReader, readable_suffixes
-from ctx_compress_rag.store.passage import passage_content_id
+from ctx_compress_rag.indexing.metadata import metadata_of, split_front_matter
+from ctx_compress_rag.store.passage import Scalar, passage_content_id
 from ctx_compress_rag.strict import explain_validation_error
 
 logger = logging.getLogger(__name__)
@@ -23,12 +25,16 @@ JSONL = (".jsonl", ".ndjson")
 
 
 class IndexText(NamedTuple):
-    """A text to index, its source (name of the file or row), whether it is Markdown, and its bytes in the input."""
+    """A text to index, its source (name of the file or row), whether it is Markdown, and its bytes in the input.
+
+    `metadata` are what a file's front matter or a row holds besides.
+    """
 
     source: str
     text: str
     markdown: bool
     bytes: int
+    metadata: Mapping[str, Scalar] = {}
 
 
 class IndexInput(ABC):
@@ -57,7 +63,8 @@ class IndexInput(ABC):
 class FolderInput(IndexInput):
     """The text files and documents of a folder and its subfolders, sorted, without hidden ones. Without any: DataError.
 
-    Empty files, and files and folders that cannot be read, are skipped with a warning. Links to folders are ignored.
+    Empty files, and files and folders that cannot be read, are skipped with a warning. Linked folders are read
+    once, under their own names if they have one here.
     """
 
     kind = "files"
@@ -77,25 +84,38 @@ class FolderInput(IndexInput):
         self._unread: list[str] = []
         self._blank: list[str] = []
         self._lacking: dict[str, list[str]] = {}
-        for folder, subfolders, names in os.walk(path, onerror=self._cannot_list):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            for file in (Path(folder, name) for name in names if not name.startswith(".")):
-                try:
-                    about = file.stat()
-                    regular, size = S_ISREG(about.st_mode), about.st_size
-                except OSError:  # reading it will fail, and say so
-                    regular, size = True, 0
-                if regular and file.suffix.lower() in suffixes:
-                    self.files.append(file)
-                    self.bytes += size
-                else:
-                    self._other[file.suffix.lower() or "without a suffix"] += 1
+        for file in self._walk(path):
+            try:
+                about = file.stat()
+                regular, size = S_ISREG(about.st_mode), about.st_size
+            except OSError:  # reading it will fail, and say so
+                regular, size = True, 0
+                if file.suffix.lower() not in suffixes and file.is_symlink():  # perhaps to a folder
+                    self._cannot_list(FileNotFoundError(ENOENT, "the link leads nowhere", str(file)))
+                    continue
+            if regular and file.suffix.lower() in suffixes:
+                self.files.append(file)
+                self.bytes += size
+            else:
+                self._other[file.suffix.lower() or "without a suffix"] += 1
         self.files.sort()
         if not self.files:
             raise DataError(
                 f"nothing to index in {str(path)!r}: it has no {', '.join(suffixes[:-1])} or {suffixes[-1]} files"
                 f"{_hint(self._other)}"
             )
+
+    def _walk(self, path: Path) -> Iterator[Path]:
+        seen, waiting = set[str](), [path]
+        for start in waiting:  # links come after all folders that are here themselves
+            for folder, subfolders, names in os.walk(start, onerror=self._cannot_list):
+                if (real := os.path.realpath(folder)) in seen:
+                    subfolders.clear()
+                    continue
+                seen.add(real)
+                subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+                waiting += sorted(each for name in subfolders if (each := Path(folder, name)).is_symlink())
+                yield from (Path(folder, name) for name in names if not name.startswith("."))
 
     def _cannot_list(self, error: OSError) -> None:
         logger.warning("skipped %r: it cannot be read (%s)", error.filename, error.strerror)
@@ -119,7 +139,8 @@ class FolderInput(IndexInput):
                     self._blank.append(source)
                 for what in lacks:
                     self._lacking.setdefault(what, []).append(source)
-                yield IndexText(source, text, suffix not in UNSTRUCTURED, size)
+                text, metadata = split_front_matter(text) if suffix == ".md" else (text, {})
+                yield IndexText(source, text, suffix not in UNSTRUCTURED, size, metadata)
 
     def cannot_read(self, source: str) -> bool:
         return source in self._unread or source.startswith(tuple(self._closed))
@@ -133,13 +154,16 @@ class FolderInput(IndexInput):
         return "\n".join(lines)
 
 
-class _Row(BaseModel):
+class _Row(BaseModel, extra="allow"):
     text: str
     id: str | int | float | None = None
 
 
 class JsonlInput(IndexInput):
-    """A file of rows `{"text": ..., "id": ...}`; others raise DataError. Without an id, a text's hash is the source."""
+    """A file of rows `{"text": ..., "id": ...}`; other fields are metadata. Without an id, a text's hash is the source.
+
+    Raises DataError for other rows.
+    """
 
     def texts(self) -> Iterator[IndexText]:
         with self.path.open("rb") as file:
@@ -158,7 +182,7 @@ class JsonlInput(IndexInput):
                             f'{self.path}, line {number}: {said}; give rows such as {{"text": ..., "id": ...}}'
                         ) from None
                     source = passage_content_id(row.text) if row.id is None else str(row.id)
-                    yield IndexText(source, row.text, False, len(line))
+                    yield IndexText(source, row.text, False, len(line), metadata_of(row.model_extra or {}))
 
 
 def path_text(path: str) -> str:

@@ -244,10 +244,12 @@ def _utf8(text: str, label: str) -> bytes:
 
 def _scalars(metadata: Mapping[Any, Any]) -> dict[str, Scalar]:
     plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in metadata.items()}
-    return {key: value for key, value in plain.items() if isinstance(key, str) and _storable(key) and _storable(value)}
+    return {
+        key: value for key, value in plain.items() if isinstance(key, str) and is_storable(key) and is_storable(value)
+    }
 
 
-def _storable(value: object) -> bool:
+def is_storable(value: object) -> bool:
     """Whether a value is a scalar that JSON in UTF-8 can hold, and that other programs read as it is."""
     if isinstance(value, str):
         return not any("\ud800" <= letter <= "\udfff" for letter in value)

@@ -24,7 +24,7 @@ from ctx_compress_rag.indexing.inputs import IndexInput, IndexText, open_index_i
 from ctx_compress_rag.store import AddReport, SoftContextStore
 from helpers.cli import contents, paragraphs, without_rights, write_documents, write_docx, write_pdf
 
-ROWS = [{"id": f"row{n}", "text": text} for n, text in enumerate(paragraphs(3))]
+ROWS = [{"id": f"row{n}", "text": text, "page": n} for n, text in enumerate(paragraphs(3))]
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:
@@ -40,6 +40,7 @@ def test_rows_are_what_files_are_in_a_folder(index: PassageIndex, tmp_path: Path
     joined = {row["id"]: "".join(row["text"].split()) for row in ROWS}
     held: dict[str, str] = {}
     for text, metadata, *_ in contents(tmp_path / "chroma").values():
+        assert metadata["page"] == int(metadata["source"][-1])
         held[metadata["source"]] = held.get(metadata["source"], "") + "".join(text.split())
     assert {id: sorted(text) for id, text in held.items()} == {id: sorted(text) for id, text in joined.items()}
 
@@ -132,14 +133,31 @@ def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
         compress_collection(tmp_path / "chroma", "dogs", str(bundle_folder))
 
 
-def test_links_to_nothing_or_to_folders_and_devices_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text("A text.", encoding="utf-8")
-    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    os.mkfifo(tmp_path / "pipe.txt")
-    given = open_index_input(tmp_path)
-    assert [text.source for text in given.texts()] == ["one.txt"]
+def test_a_linked_folder_is_read_once_and_kept_while_its_link_leads_nowhere(
+    index: PassageIndex, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    docs, shared = tmp_path / "docs", tmp_path / "shared"
+    (docs / "own").mkdir(parents=True)
+    shared.mkdir()
+    for file in (docs / "own" / "one.txt", shared / "two.txt"):
+        file.write_text(f"A text of {file.name}.")
+    links = {"above": tmp_path, "again": shared, "first": docs / "own", "loop": docs, "gone.txt": tmp_path / "nowhere"}
+    for name, target in links.items():
+        (docs / name).symlink_to(target)
+    os.mkfifo(docs / "pipe.txt")
+    given = open_index_input(docs)
+    assert [text.source for text in given.texts()] == ["above/shared/two.txt", "own/one.txt"]
     assert given.skipped() == "skipped: 2 .txt"
+
+    (docs / "above").unlink()
+    assert update_index(index, open_index_input(docs)).added == 2
+    shared.rename(tmp_path / "elsewhere")
+    given = open_index_input(docs)
+    report = update_index(index, given, prune=True)
+    assert (report.pruned, report.vanished) == (0, 0) and "2 .txt, 1 folders" in given.skipped()
+    assert any("again" in record.getMessage() and "leads nowhere" in record.getMessage() for record in caplog.records)
+    (docs / "again").unlink()
+    assert update_index(index, open_index_input(docs), prune=True).pruned == 1
 
 
 READ = """
@@ -265,6 +283,68 @@ def test_tables_and_other_texts_are_read(tmp_path: Path) -> None:
         ('{"part": "pump"}', False),
         ("Pump\n====\n", True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "rows", "sure"),
+    [
+        (
+            "part;note;price\nQX-9;pump, large;1,50\nQX-8;valve;12,00\n",
+            ["QX-9|pump, large|1,50", "QX-8|valve|12,00"],
+            True,
+        ),
+        ("part\tprice\tnote\nQX-9\t\tsold\n\t2\t\n", ["QX-9||sold", "|2|"], True),
+        ("part|price\n1,5|2,5\n", ["1,5|2,5"], True),
+        ("\ufeffsep=;\r\npart;price\r\n1,5;2;\r\n", ["1,5|2|"], True),
+        ('part,note\n"a;b","c;\nd"\n', ["a;b|c; d"], True),
+        ("part\nnut\n", ["nut"], True),
+        ("Prices\npart;price\nnut;1,5\nbolt;2,5\n", ["part|price", "nut|1,5", "bolt|2,5"], False),
+    ],
+)
+def test_a_table_has_the_separator_that_all_lines_have_equally_often(
+    tmp_path: Path, written: str, rows: list[str], sure: bool
+) -> None:
+    (tmp_path / "a.tsv").write_text(written, encoding="utf-8", newline="")
+    answer = conversion.read_document(tmp_path / "a.tsv")
+    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in answer["text"].splitlines()]
+    assert ["|".join(cells) for cells in found[2:]] == rows
+    assert bool(answer["lacks"]) is not sure
+
+
+@pytest.mark.parametrize(
+    ("head", "heading", "metadata"),
+    [
+        (
+            "---\ntitle: Pump\ndescription: How\n  long\ntags: [a, 2]\nsource: web\n---\n",
+            "# Pump: How long\n\n",
+            "yaml",
+        ),
+        ('+++\ntitle = "Pump"\nday = 2020-01-02\nroot = 99999999999999999999\n+++\n', "# Pump\n\n", "toml"),
+        ("---\ntitle: Pump: old\ndraft: no\n...\n", "# Pump: old\n\n", "lines"),
+        ('---\ntitle: Cover\nodd: "\\uD800"\n---\n', "", "equal"),
+        ("---\na: &x [1]\nb: [*x]\n---\n", "", "aliases"),
+        ("---\nNo fields.\n---\n", None, "prose"),
+    ],
+)
+def test_front_matter_heads_the_first_passage_and_the_rest_is_metadata(
+    index: PassageIndex, tmp_path: Path, head: str, heading: str | None, metadata: str
+) -> None:
+    body = "# Cover\n\nFive years.\n\n# Frost\n\nNot covered.\n"
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "a.md").write_text(head + body)
+    update_index(index, open_index_input(docs))
+    held = {text: row for text, row, *_ in contents(tmp_path / "chroma").values()}
+    fields = {
+        "yaml": {"tags": '["a", 2]', "source_": "web"},
+        "toml": {"day": "2020-01-02", "root_": "99999999999999999999"},
+        "lines": {"draft": "no"},
+        "equal": {"odd": "\\ud800"},
+        "aliases": {"a": "&x [1]", "b": "[*x]"},
+    }.get(metadata, {})
+    before = [head.strip()] if heading is None else []
+    assert sorted(held) == sorted([*before, f"{heading or ''}# Cover\n\nFive years.", "# Frost\n\nNot covered."])
+    assert all(row == fields | {"source": "a.md", "root": str(docs)} for row in held.values())
 
 
 def test_a_document_whose_text_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
