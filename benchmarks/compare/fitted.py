@@ -55,7 +55,7 @@ def fit_reader(bundle: Bundle, texts: Sequence[str]) -> None:
     if not isinstance(bundle.reader.projection, TwoLayerMap):
         raise ConfigError("stage fitted_next_token is for methods whose reader has a map of two layers: use next_token")
     softs = bundle.compress(texts, ratio=1)
-    embed = bundle.backbone.embeddings
+    embed = bundle.backbone.inputs.embed
     targets: list[Tensor] = []
     with torch.no_grad():
         for text, soft in zip(texts, softs, strict=True):

@@ -101,7 +101,7 @@ def _compressed(bundle: Bundle, texts: Sequence[str], ratio: int) -> list[SoftCo
 
 def _losses(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:
     """Negative log-likelihoods of the answers' tokens, prompt after prompt: (answer tokens,), float64 on the CPU."""
-    batch = splice_prompts(bundle.backbone.embeddings, prompts)
+    batch = splice_prompts(bundle.backbone.inputs, prompts)
     with open_decoder_model(bundle, prompts[0].side, batch.slot_mask) as model:
         logits, answers = answer_token_logits(model, batch, prompts)
     return F.cross_entropy(logits, answers, reduction="none").double().cpu()

@@ -103,7 +103,7 @@ def over_generate(decoder: Decoder, prompt: PromptLike, new_tokens: int, rounds:
     """
     bundle, store = decoder.bundle, decoder.store
     assert isinstance(bundle, Bundle)
-    model, batch = merged_model(bundle), splice_prompts(bundle.backbone.embeddings, decoder.preparer.prepare([prompt]))
+    model, batch = merged_model(bundle), splice_prompts(bundle.backbone.inputs, decoder.preparer.prepare([prompt]))
     settings = GenerationConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     given: Any = {"inputs_embeds": batch.inputs_embeds, "attention_mask": batch.attention_mask}
     sampling = Sampling(max_tokens=new_tokens)

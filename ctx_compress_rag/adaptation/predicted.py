@@ -88,7 +88,7 @@ def pool_demonstrations(
     are not run. None takes the last layer, after the final norm. The paper does not name the layer.
     """
     rows = [row for context in contexts for row in context]
-    batch = splice_prompts(decoder.backbone.embeddings, rows)
+    batch = splice_prompts(decoder.backbone.inputs, rows)
     with open_adapted_model(decoder.text_decoder(), base) as model:
         states = _hidden_states(model, batch.model_inputs(), layer)
     last = states[:, -1].float()  # padding is on the left

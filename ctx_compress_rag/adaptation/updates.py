@@ -52,7 +52,7 @@ def answer_losses(decoder: PlainDecoder, contexts: Sequence[Sequence[Prompt]], a
     """
     rows = [row for context in contexts for row in context]
     owners = torch.tensor([number for number, context in enumerate(contexts) for _ in context])
-    batch = splice_prompts(decoder.backbone.embeddings, rows)
+    batch = splice_prompts(decoder.backbone.inputs, rows)
     own = None if adapter is None else adapter.rows(owners)
     with open_adapted_model(decoder.text_decoder(), own) as model:
         logits, ids = answer_token_logits(model, batch, rows)

@@ -14,6 +14,7 @@ from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import write_decoder
+from ctx_compress_rag.models.inputs import reads_tables_by_layer
 from ctx_compress_rag.models.layers import PEFT_PREFIX, adapted_weight, check_no_dora, tuner_layers
 from ctx_compress_rag.prompt import Side
 
@@ -21,7 +22,15 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-r
 
 
 def plain_reader(bundle: Bundle, engine: str) -> Reader:
-    """Return `bundle.reader`; raise ConfigError if it changes the decoder's layers, which `engine` cannot do."""
+    """Return `bundle.reader`; raise ConfigError if it changes the decoder's layers, which `engine` cannot do.
+
+    Neither can it read slots with a decoder whose layers look up token ids.
+    """
+    if reads_tables_by_layer(config := bundle.backbone.config.get_text_config()):
+        raise ConfigError(
+            f"bundle {bundle.config.name!r}: layers of its decoder ({config.model_type}) look up token ids, which "
+            f"{engine} cannot do beside slots: use the engine 'transformers'"
+        )
     if type(bundle.reader) is not Reader:
         raise ConfigError(
             f"bundle {bundle.config.name!r}: {bundle.config.method.name} changes the decoder's layers as it reads, "
@@ -47,6 +56,11 @@ def vllm_models(bundle: Bundle) -> dict[Side, str]:
 def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
     """Write decoder and adapters for vLLM, each into a subfolder; return the words of the command that serves them."""
     models, backbone, folder = vllm_models(bundle), bundle.backbone, Path(folder)
+    if not backbone.inputs.vectors_suffice:  # vLLM's Falcon-H1 scales vectors, transformers' does not
+        raise ConfigError(
+            f"bundle {bundle.config.name!r}: its decoder scales embeddings of tokens, but not slots, and vLLM scales "
+            "both: use the engine 'transformers'"
+        )
     if any(adapted_weight(layer) != "weight" for _, layer in tuner_layers(backbone.model)):
         raise ConfigError(
             f"bundle {bundle.config.name!r}: its adapters change fused experts, for which vLLM has none: leave experts "

@@ -1,6 +1,6 @@
 """Splice token ids and slots into one `inputs_embeds` batch for a decoder, and compute the logits of its answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.models.inputs import NO_TOKEN, DecoderInputs
 from ctx_compress_rag.prompt import Prompt, Side
 
 
@@ -20,39 +21,42 @@ from ctx_compress_rag.prompt import Prompt, Side
 class SplicedPrompts:
     """Prompts as one batch for a decoder, padded on the left."""
 
-    inputs_embeds: Tensor  # (batch, length, dim)
+    inputs: Mapping[str, Tensor]  # what `DecoderInputs.of` returns
     attention_mask: Tensor  # int64 (batch, length), 0 at padding
     position_ids: Tensor  # int64 (batch, length), counted from each prompt's first position
     slot_mask: Tensor  # bool (batch, length), True at slots
 
+    @property
+    def inputs_embeds(self) -> Tensor:
+        """The embeddings and slots, (batch, length, dim)."""
+        return self.inputs["inputs_embeds"]
+
     def model_inputs(self) -> dict[str, Tensor]:
         """Return the batch as arguments of the decoder's `forward`."""
-        return {
-            "inputs_embeds": self.inputs_embeds,
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-        }
+        return {**self.inputs, "attention_mask": self.attention_mask, "position_ids": self.position_ids}
 
 
-def splice_prompts(embed: nn.Module, prompts: Sequence[Prompt]) -> SplicedPrompts:
+def splice_prompts(inputs: DecoderInputs, prompts: Sequence[Prompt]) -> SplicedPrompts:
     """Return a batch of the prompts' embeddings and slots; raise ConfigError for an empty prompt or a wrong width."""
-    embedded: list[Tensor] = []
-    device = next(embed.parameters()).device
-    for index, prompt in enumerate(prompts):
+    lengths = torch.tensor([prompt.length for prompt in prompts])
+    rows: list[Tensor] = []
+    for index, (prompt, missing) in enumerate(zip(prompts, (lengths.max() - lengths).tolist(), strict=True)):
         if not prompt.length:
             raise ConfigError(f"prompt {index} is empty: give it at least one token")
-        parts = [p.to(device) if p.is_floating_point() else embed(p.to(device)) for p in prompt.pieces]
+        # No position is all zeros, of which some architectures' gradients are NaN.
+        pieces = (torch.full((missing,), inputs.padding), *prompt.pieces)
+        parts = [p.to(inputs.device) if p.is_floating_point() else inputs.embed(p) for p in pieces]
         dtype = reduce(torch.promote_types, (part.dtype for part in parts))
-        widths = {part.shape[1] for part in parts}
-        if len(widths) > 1:
+        if len(widths := {part.shape[1] for part in parts}) > 1:
             raise ConfigError(f"slots and token embeddings of prompt {index} differ in width: {sorted(widths)}")
-        embedded.append(torch.cat([part.to(dtype) for part in parts]))
-    inputs = _padded(embedded)
-    lengths = torch.tensor([len(row) for row in embedded], device=device)
-    places = torch.arange(inputs.shape[1], device=device).expand(len(prompts), -1)
-    positions = places - (inputs.shape[1] - lengths).unsqueeze(1)
-    slot_mask = _padded([prompt.vector_mask() for prompt in prompts]).to(device)
-    return SplicedPrompts(inputs, (positions >= 0).long(), positions.clamp(min=0), slot_mask)
+        rows.append(torch.cat([part.to(dtype) for part in parts]))
+    vectors = torch.stack(rows)
+    slot_mask = _padded([prompt.vector_mask() for prompt in prompts]).to(inputs.device)
+    positions = (torch.arange(vectors.shape[1]) - (lengths.max() - lengths).unsqueeze(1)).to(inputs.device)
+    mask = (positions >= 0).long()
+    ids = _padded([prompt.ids() for prompt in prompts]).to(inputs.device)
+    given = inputs.of(vectors, ids.masked_fill(slot_mask | (mask == 0), NO_TOKEN))
+    return SplicedPrompts(given, mask, positions.clamp(min=0), slot_mask)
 
 
 def open_decoder_model(bundle: PlainDecoder, side: Side, slot_mask: Tensor) -> AbstractContextManager[Any]:
@@ -67,7 +71,7 @@ def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Pro
 
     Logits are computed only at positions that predict an answer token in some prompt of the batch.
     """
-    mask = _padded([prompt.answers for prompt in prompts]).to(batch.inputs_embeds.device)
+    mask = _padded([prompt.answers for prompt in prompts]).to(batch.slot_mask.device)
     predicting = F.pad(mask[:, 1:], (0, 1))  # the logits at a position predict the token after it
     # As indices, not as a number of last positions: that slice would not be contiguous, and the product with the
     # head would copy the head's weights for every row.

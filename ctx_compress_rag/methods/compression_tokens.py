@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
@@ -12,6 +13,7 @@ from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.inputs import NO_TOKEN
 
 
 class CompressionTokensConfig(MethodConfig):
@@ -70,10 +72,11 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         positions = [torch.arange(length, device=device).expand(batch, -1)]
         positions += [ends + torch.arange(size, device=device) for size in sizes[1:]]
         with self.trunk() as trunk:
-            text = self.backbone.embeddings(input_ids)
+            text = self.backbone.inputs.embed(input_ids)
             tokens = self.token.to(text.dtype).expand(batch, sum(sizes[1:]), -1)
+            ids = F.pad(input_ids, (0, tokens.shape[1]), value=NO_TOKEN)
             hidden: Tensor = trunk(
-                inputs_embeds=torch.cat([text, tokens], dim=1),
+                **self.backbone.inputs.of(torch.cat([text, tokens], dim=1), ids),
                 attention_mask=compression_mask(real, self.bidirectional, text.dtype),
                 position_ids=torch.cat(positions, dim=1),
                 use_cache=False,

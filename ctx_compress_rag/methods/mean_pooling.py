@@ -87,14 +87,15 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         `mask` is additive, (batch, 1, length, length). `positions` count within each passage, (batch or 1, length).
         """
         with self.trunk() as trunk:
-            embeddings: Tensor = self.backbone.embeddings(input_ids)
+            embeddings: Tensor = self.backbone.inputs.embed(input_ids)
             if not self.encodes:
                 return embeddings
             inputs = embeddings
             if self.positions is not None:
                 inputs = inputs + self.positions[positions % len(self.positions)].to(inputs.dtype)
+            given = self.backbone.inputs.of(inputs, input_ids)
             hidden: Tensor = trunk(
-                inputs_embeds=inputs, attention_mask=mask, position_ids=positions, use_cache=False
+                **given, attention_mask=mask, position_ids=positions, use_cache=False
             ).last_hidden_state
         if not self.embedding_skip:
             return hidden

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.compressor import (
     SlotBatch,
@@ -20,6 +21,7 @@ from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, Wra
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.inputs import NO_TOKEN
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.chat import PromptTokenizer
 
@@ -138,15 +140,17 @@ class MemoryTokensCompressor(TrunkCompressor):
 
     def _hidden_states(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Return the final hidden states of the memory tokens after each of these texts: (rows, slots, dim)."""
-        embed, device = self.backbone.embeddings, self.backbone.device
-        begin, memory = (part.to(embed.weight.dtype) for part in (self.begin, self.memory))
+        read, device = self.backbone.inputs, self.backbone.device
+        begin, memory = (part.to(self.backbone.dtype) for part in (self.begin, self.memory))
         with self.trunk() as trunk:
-            texts = [embed(torch.tensor(ids, dtype=torch.long, device=device)) for ids in rows]
-            inputs = [torch.cat([begin, text, memory]) for text in texts]
+            texts = [torch.tensor(ids, dtype=torch.long, device=device) for ids in rows]
+            inputs = [torch.cat([begin, read.embed(text), memory]) for text in texts]
             ends = torch.tensor([len(row) for row in inputs], device=device).unsqueeze(1)
             padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True)
+            ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=NO_TOKEN)
+            ids = F.pad(ids, (len(begin), padded.shape[1] - len(begin) - ids.shape[1]), value=NO_TOKEN)
             mask = (torch.arange(padded.shape[1], device=device) < ends).long()
-            hidden: Tensor = trunk(inputs_embeds=padded, attention_mask=mask, use_cache=False).last_hidden_state
+            hidden: Tensor = trunk(**read.of(padded, ids), attention_mask=mask, use_cache=False).last_hidden_state
         places = ends - len(memory) + torch.arange(len(memory), device=device)
         return hidden.gather(1, places.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.fair_lock import FairLock
+from ctx_compress_rag.models.inputs import DecoderInputs
 from ctx_compress_rag.models.layers import PEFT_PREFIX, fused_experts, is_wanted, lora_places, tuner_layers
 from ctx_compress_rag.models.loading import UnloadedModel, convert_weights
 from ctx_compress_rag.models.state import load_own_tensors, own_tensors
@@ -31,6 +32,7 @@ class Backbone:
         self.adapter_layers: dict[str, list[str]] = {}  # by full names, of adapters that come from files
         self.left_out: dict[str, dict[str, str]] = {}  # of adapters made here: layers that take none, and why
         self._when_loaded: list[Callable[[], None]] = []
+        self._inputs: DecoderInputs | None = None
         self._trained: set[str] = set()
         self._active: Mapping[str, float] = {}
         self._tuned: list[Any] = []  # peft's layers
@@ -98,6 +100,12 @@ class Backbone:
     @property
     def embeddings(self) -> Any:
         return self.model.get_input_embeddings()
+
+    @property
+    def inputs(self) -> DecoderInputs:
+        """What the decoder reads in place of token ids."""
+        self._inputs = self._inputs or DecoderInputs(self.model)
+        return self._inputs
 
     def copy_model(self) -> Any:
         """Return a frozen copy of the causal LM, without adapters, that shares the input embeddings."""
@@ -209,7 +217,7 @@ class Backbone:
         """
         ids = torch.arange(min(self.embeddings.num_embeddings, 4096), device=self.device)
         with torch.no_grad():
-            return float(self.embeddings(ids).float().pow(2).mean().sqrt())
+            return float(self.inputs.embed(ids).float().pow(2).mean().sqrt())
 
     @property
     def quantized(self) -> bool:

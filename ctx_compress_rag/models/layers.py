@@ -113,8 +113,8 @@ def _layers_with_gradient(model: Any, kinds: tuple[type[nn.Module], ...]) -> set
                 hooks.callback(module.register_forward_hook(own).remove)
         embed = model.get_input_embeddings()
         ids = torch.arange(8, device=embed.weight.device).unsqueeze(0) % embed.weight.shape[0]
-        vectors = embed(ids).detach().requires_grad_()
-        model(inputs_embeds=vectors, use_cache=False).logits.float().pow(2).sum().backward()
+        hooks.callback(embed.register_forward_hook(lambda module, args, out: out.detach().requires_grad_()).remove)
+        model(input_ids=ids, use_cache=False).logits.float().pow(2).sum().backward()
     return reached
 
 

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, open_gguf
 from ctx_compress_rag.models.int8 import weights_from_int8
+from ctx_compress_rag.models.proof import prove_once
 from ctx_compress_rag.models.state import load_own_tensors, own_tensors
 from ctx_compress_rag.models.transformers_internals import hub_commit
 
@@ -99,8 +100,11 @@ def open_decoder(
     def loaded() -> Any:
         with _errors_named(name), progress_line(f"loading the decoder {name}"):
             model = load()
+            model = (model if placed else model.to(chosen)).eval().requires_grad_(False)
+            if model.device.type != "meta":  # which has no values to compute with
+                prove_once(model)
         logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
-        return (model if placed else model.to(chosen)).eval().requires_grad_(False)
+        return model
 
     return UnloadedModel(config, settings, chosen, weights, loaded), tokenizer
 

@@ -99,7 +99,7 @@ class SlotObjective(nn.Module, ABC):
     def answer_logits(self, batch: TrainingBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
         """Return what `answer_token_logits` does of the batch's prompts, with these slots in their holes."""
         prompts = self.filled(batch, slots)
-        spliced = splice_prompts(self.bundle.backbone.embeddings, prompts)
+        spliced = splice_prompts(self.bundle.backbone.inputs, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
             return answer_token_logits(model, spliced, prompts)
 
@@ -112,5 +112,5 @@ class SlotObjective(nn.Module, ABC):
     def teacher_log_probs(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Return each prompt's log-probabilities of answer tokens, given the full text: (answer tokens, vocabulary)."""
         with self.bundle.text_decoder() as model:
-            logits, _ = answer_token_logits(model, splice_prompts(self.bundle.backbone.embeddings, prompts), prompts)
+            logits, _ = answer_token_logits(model, splice_prompts(self.bundle.backbone.inputs, prompts), prompts)
         return list(F.log_softmax(logits, dim=-1).split([int(prompt.answers.sum()) for prompt in prompts]))

@@ -160,7 +160,7 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         changed = adapted_decoder(decoder, adapter)
         [prompt] = decoder.preparer.prepare(marked[1:2])
         embedded = torch.cat([p if p.is_floating_point() else bundle.backbone.embeddings(p) for p in prompt.pieces])
-        batch = splice_prompts(bundle.backbone.embeddings, [prompt])
+        batch = splice_prompts(bundle.backbone.inputs, [prompt])
         with torch.no_grad(), cast(Bundle, changed.bundle).soft_decoder(batch.slot_mask) as model:
             ours = model(**batch.model_inputs()).logits
         # The reader's LoRA merged by hand, then the update's.

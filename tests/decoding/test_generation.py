@@ -161,7 +161,7 @@ TOKENS = 8
 def scored_by_transformers(decoder: Decoder, prompt: Prompt) -> tuple[list[int], list[float]]:
     """Token ids of a greedy answer, and transformers' own scores of them."""
     backbone = decoder.bundle.backbone
-    batch = splice_prompts(backbone.embeddings, [prompt])
+    batch = splice_prompts(backbone.inputs, [prompt])
     with torch.no_grad(), open_decoder_model(decoder.bundle, prompt.side, batch.slot_mask) as model:
         out = model.generate(
             inputs_embeds=batch.inputs_embeds,

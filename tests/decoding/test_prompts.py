@@ -25,6 +25,7 @@ from ctx_compress_rag.errors import (
     PayloadError,
 )
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.inputs import DecoderInputs
 from ctx_compress_rag.models.layers import lora_delta
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
@@ -216,7 +217,7 @@ def test_each_side_has_its_own_weights(decoder: Decoder, store: SoftContextStore
     assert prompt.side == side
     bundle = decoder.bundle
     assert isinstance(bundle, Bundle)
-    batch = splice_prompts(bundle.backbone.embeddings, [prompt])
+    batch = splice_prompts(bundle.backbone.inputs, [prompt])
     with torch.no_grad():
         expected = with_shares(bundle, SHARES[side])(**batch.model_inputs()).logits
         for _ in range(2):  # what another side used leaves no trace
@@ -291,7 +292,7 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: 
         ids = architectures.random_ids(name, [length for length, _ in row], seed=number)
         plain.append(torch.cat(ids))
         rows.append(prompt_of(*(embed(i) if hole else i for i, (_, hole) in zip(ids, row, strict=True))))
-    spliced = splice_prompts(embed, rows)
+    spliced = splice_prompts(DecoderInputs(model), rows)
     with torch.no_grad():
         logits = model(**spliced.model_inputs()).logits
         for number, ids in enumerate(plain):
@@ -310,19 +311,19 @@ def test_slots_that_are_token_embeddings_give_the_same_logits(name: str, model: 
 )
 @settings(deadline=None, max_examples=40)
 def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
-    embed = torch.nn.Embedding(50, 3)
+    inputs = DecoderInputs(architectures.model("Llama"))
     rows = [
-        prompt_of(*(torch.full((n, 3), 0.5) if hole else torch.randint(0, 50, (n,)) for n, hole in row))
+        prompt_of(*(torch.full((n, 64), 0.5) if hole else torch.randint(0, 50, (n,)) for n, hole in row))
         for row in lengths
     ]
     totals = [sum(n for n, _ in row) for row in lengths]
     if 0 in totals:
         with pytest.raises(ConfigError, match=f"prompt {totals.index(0)} is empty"):
-            splice_prompts(embed, rows)
+            splice_prompts(inputs, rows)
         return
-    spliced = splice_prompts(embed, rows)
+    spliced = splice_prompts(inputs, rows)
     longest = max(totals)
-    assert spliced.inputs_embeds.shape == (len(rows), longest, 3)
+    assert spliced.inputs_embeds.shape == (len(rows), longest, 64)
     for number, total in enumerate(totals):
         padding = [0] * (longest - total)
         slots = [hole for n, hole in lengths[number] for _ in range(n)]
@@ -333,8 +334,8 @@ def test_masks_and_positions(lengths: list[list[tuple[int, bool]]]) -> None:
 
 
 def test_slots_of_another_width_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"differ in width: \[3, 4\]"):
-        splice_prompts(torch.nn.Embedding(5, 3), [prompt_of(torch.tensor([1]), torch.zeros(2, 4))])
+    with pytest.raises(ConfigError, match=r"differ in width: \[4, 64\]"):
+        splice_prompts(DecoderInputs(architectures.model("Llama")), [prompt_of(torch.tensor([1]), torch.zeros(2, 4))])
 
 
 @pytest.fixture(scope="module")

@@ -36,14 +36,13 @@ def prompts(reader: ArcAlignerReader, name: str = "Llama", rows: int = 2, seed: 
     """Prompts of different lengths: text, slots, text, slots, text; padded on the left."""
     shapes = [(5, 4, 3, 2, 6), (2, 3, 1, 1, 4), (7, 1, 2, 5, 1)][:rows]
     torch.manual_seed(seed)
-    embeddings = reader.backbone.embeddings
     made = []
     for row, lengths in enumerate(shapes):
         ids = architectures.random_ids(name, lengths, seed=10 * seed + row)
-        slots = [torch.randn(n, 64).to(embeddings.weight.dtype) * reader.backbone.embedding_rms() for n in lengths]
+        slots = [torch.randn(n, 64).to(reader.backbone.dtype) * reader.backbone.embedding_rms() for n in lengths]
         made.append(prompt_of(*(slots[i] if i % 2 else ids[i] for i in range(5))))
     with torch.no_grad():
-        return splice_prompts(embeddings, made)
+        return splice_prompts(reader.backbone.inputs, made)
 
 
 def read(reader: ArcAlignerReader, batch: SplicedPrompts, **inputs: Any) -> Any:
@@ -54,7 +53,9 @@ def read(reader: ArcAlignerReader, batch: SplicedPrompts, **inputs: Any) -> Any:
 def alone(batch: SplicedPrompts, row: int) -> SplicedPrompts:
     """One prompt of a batch, without its padding."""
     real = batch.attention_mask[row].bool()
-    return SplicedPrompts(*(t[row][real].unsqueeze(0) for t in vars(batch).values()))
+    parts = (batch.inputs_embeds, batch.attention_mask, batch.position_ids, batch.slot_mask)
+    vectors, *others = (part[row][real].unsqueeze(0) for part in parts)
+    return SplicedPrompts({"inputs_embeds": vectors}, *others)
 
 
 class PerPosition(nn.Module):

@@ -109,7 +109,7 @@ def plain_answer(decoder: Decoder, chat: list[dict[str, str]]) -> tuple[str, int
     bundle, [prompt] = cast(Bundle, decoder.bundle), decoder.preparer.prepare([chat])
     said: list[int] = []
     for _ in range(TOKENS):
-        batch = splice_prompts(bundle.backbone.embeddings, [prompt.then(torch.tensor(said, dtype=torch.long))])
+        batch = splice_prompts(bundle.backbone.inputs, [prompt.then(torch.tensor(said, dtype=torch.long))])
         with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
             best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
         if best == bundle.tokenizer.eos_token_id:

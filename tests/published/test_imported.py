@@ -215,7 +215,7 @@ def asked(bundle: Bundle, folder: Path, texts: list[str]) -> Prompt:
 
 def answered(bundle: Bundle, prompt: Prompt, vocabulary: int, tokens: int) -> tuple[Tensor, list[int]]:
     """The logits after a prompt, and the likeliest tokens, one by one, of the first `vocabulary`."""
-    batch = splice_prompts(bundle.backbone.embeddings, [prompt])
+    batch = splice_prompts(bundle.backbone.inputs, [prompt])
     inputs, found = batch.inputs_embeds, []
     with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
         for _ in range(tokens):

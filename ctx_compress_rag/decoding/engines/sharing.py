@@ -93,7 +93,7 @@ class DecodingBatch(DecodingGroup):
     @torch.no_grad()
     def _read(self, new: Sequence[DecodingRequest]) -> Tensor:
         """Read prompts; return the scores (new, vocabulary) of the first tokens of their answers."""
-        batch = splice_prompts(self._model.bundle.backbone.embeddings, [row.prompt for row in new])
+        batch = splice_prompts(self._model.bundle.backbone.inputs, [row.prompt for row in new])
         with self._model.open(batch.slot_mask) as model:
             # Without a config all layers keep all positions: layers cut to a sliding window could not be merged.
             # The mask hides what is outside a window.

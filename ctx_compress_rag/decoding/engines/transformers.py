@@ -1,14 +1,10 @@
 """Run the decoder in this process with transformers."""
 
-import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
@@ -20,6 +16,7 @@ from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.models.generation import continue_prompt
 from ctx_compress_rag.models.transformers_internals import can_share_cache
 from ctx_compress_rag.prompt import Prompt
 
@@ -85,34 +82,18 @@ def _answer_alone(requests: Sequence[DecodingRequest]) -> None:
                 request.deliver(answer)
 
 
-@torch.no_grad()
 def _generate(request: DecodingRequest) -> Generation | None:
     answer: Generation | None = None
 
-    def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
+    def choose(scores: Tensor) -> int | None:
         nonlocal answer
-        answer = request.answering.take(scores[0])
-        return torch.full_like(scores, -torch.inf).index_fill(
-            1, scores.new_tensor([request.answering.ids[-1]]).long(), 0.0
-        )
-
-    def ended(input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return torch.tensor([answer is not None or request.canceled.is_set()], device=input_ids.device)
+        answer = request.answering.take(scores)
+        return None if answer is not None or request.canceled.is_set() else request.answering.ids[-1]
 
     reader: LocalModel = request.read_by
-    batch = splice_prompts(reader.bundle.backbone.embeddings, [request.prompt])
+    batch = splice_prompts(reader.bundle.backbone.inputs, [request.prompt])
     with reader.open(batch.slot_mask) as model:
         if request.canceled.is_set():
             return None
-        # `generate` would take what is not given here from the model's own settings, which the answer applies itself.
-        without = copy.copy(model)
-        without.generation_config = GenerationConfig()
-        without.generate(
-            # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
-            inputs_embeds=batch.inputs_embeds,
-            attention_mask=batch.attention_mask,
-            generation_config=GenerationConfig(max_new_tokens=request.answering.limit, do_sample=False, num_beams=1),
-            logits_processor=LogitsProcessorList([choose]),
-            stopping_criteria=StoppingCriteriaList([ended]),
-        )
+        continue_prompt(model, batch.inputs, choose, request.answering.limit)
     return answer

@@ -127,7 +127,7 @@ class VllmEngine:
         """Return the prompt's vectors in base64; raise ServerError for NaN, with which vLLM spoils others' answers."""
         backbone = self._bundle.backbone
         with torch.no_grad():
-            [vectors] = splice_prompts(backbone.embeddings, [prompt]).inputs_embeds
+            [vectors] = splice_prompts(backbone.inputs, [prompt]).inputs_embeds
         vectors = vectors.detach().to("cpu", backbone.dtype)
         if not torch.isfinite(vectors).all():
             raise ServerError(

@@ -162,7 +162,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         input_ids, attention_mask, first = self.behind_bos(input_ids, attention_mask)
         with self.trunk() as trunk:
             hidden: Tensor = trunk(
-                inputs_embeds=self.backbone.embeddings(input_ids),
+                **self.backbone.inputs.of(self.backbone.inputs.embed(input_ids), input_ids),
                 attention_mask=attention_mask,
                 position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
                 use_cache=False,

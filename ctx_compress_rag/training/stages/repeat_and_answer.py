@@ -18,6 +18,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.decoding.splice import answer_token_logits, splice_prompts
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.models.inputs import NO_TOKEN
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_token_id
@@ -115,18 +116,19 @@ class PackedSlotLoss(SlotObjective):
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
         batch = batch.to(self.bundle.backbone.device)
         passages, prompts = batch.passages, batch.prompts
-        embed = self.bundle.backbone.embeddings
-        dtype = embed.weight.dtype
+        read, dtype = self.bundle.backbone.inputs, self.bundle.backbone.dtype
         vectors = self.pooling.token_vectors(
             passages.input_ids, passages.full_attention_mask(dtype), passages.positions
         )
         slots, counts = _means(vectors.flatten(0, 1)[batch.sources], batch.slots, len(batch.places))
         embedded = self.reader(slots, counts).to(dtype)
-        inputs = embed(prompts.input_ids)
-        inputs = inputs.flatten(0, 1).index_copy(0, batch.places, embedded).view_as(inputs)
+        vectors = read.embed(prompts.input_ids)
+        vectors = vectors.flatten(0, 1).index_copy(0, batch.places, embedded).view_as(vectors)
         slot_mask = torch.zeros_like(prompts.targets).view(-1).index_fill(0, batch.places, True)
-        with self.reader.decoder(slot_mask.view_as(prompts.targets)) as model:
-            return {"loss": packed_loss(model, prompts, inputs_embeds=inputs)}
+        slot_mask = slot_mask.view_as(prompts.targets)
+        inputs = read.of(vectors, prompts.input_ids.masked_fill(slot_mask, NO_TOKEN))
+        with self.reader.decoder(slot_mask) as model:
+            return {"loss": packed_loss(model, prompts, **inputs)}
 
     def measure(self) -> dict[str, float]:
         """Return `reading_losses` of the measured passages, for the log."""
@@ -151,7 +153,7 @@ def reading_losses(bundle: Bundle, passages: Sequence[str], ratio: int) -> dict[
             )
             for text, given in zip(texts, slots, strict=True)
         ]
-        batch = splice_prompts(bundle.backbone.embeddings, prompts)
+        batch = splice_prompts(bundle.backbone.inputs, prompts)
         with bundle.soft_decoder(batch.slot_mask) as model:
             found[name] = float(F.cross_entropy(*answer_token_logits(model, batch, prompts)))
     return found
