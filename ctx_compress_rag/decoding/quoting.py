@@ -31,7 +31,8 @@ class QuoteFilter:
             self._take(ids[-1])
         left = self._limit - len(ids) - 1  # tokens that may follow the next one
         following = {token.id for token in map(self._next, self._runs) if token is not None and token.to_end <= left}
-        allowed = [*following, *(self._end_ids if self._may_end or not following else ())]
+        ends = [end for end in self._end_ids if end < len(scores)]  # GLM 4's config names some beyond a vocabulary
+        allowed = [*following, *(ends if self._may_end or not following else ())]
         masked = torch.full_like(scores, -torch.inf)
         masked[allowed] = scores[allowed]
         return masked

@@ -82,7 +82,7 @@ class JsonFilter:
             raise _refused(self._schema, said.partition("\n")[0])
         allowed = np.zeros(len(scores), dtype=bool)
         if mask is None:  # the JSON is complete
-            allowed[self._end_ids] = True
+            allowed[[end for end in self._end_ids if end < len(scores)]] = True
         else:
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=len(scores))
             allowed[: len(bits)] = bits
@@ -111,7 +111,9 @@ def _guide(tokenizer: Any, end_ids: tuple[int, ...]) -> Any:
     # It tokenizes pieces of an answer, to which the tokenizer must not add a leading space.
     for part in _parts(settings.get("pre_tokenizer")):
         part |= {key: value for key, value in _NO_SPACE.items() if key in part}
-    return LLTokenizer(json.dumps(settings | {"padding": None, "truncation": None}), eos_token=list(end_ids))
+    known = set(tokenizer.get_vocab().values())
+    ends = [end for end in end_ids if end in known]
+    return LLTokenizer(json.dumps(settings | {"padding": None, "truncation": None}), eos_token=ends)
 
 
 def _parts(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:

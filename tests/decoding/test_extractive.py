@@ -86,7 +86,9 @@ def test_whatever_the_scores_an_answer_is_a_quotation(tokenizer: Any) -> None:
     for seed in range(600):
         chooser = torch.Generator().manual_seed(seed)
         limit = int(torch.randint(1, 40, (), generator=chooser))
-        quoting = QuoteFilter(quotables[seed % 2], {end}, limit)
+        quoting = QuoteFilter(
+            quotables[seed % 2], {end, len(tokenizer) + seed}, limit
+        )  # the latter is in no vocabulary
         ids: list[int] = []
         while len(ids) < limit and ids[-1:] != [end]:
             ids.append(int(quoting(ids, torch.rand(len(tokenizer), generator=chooser)).argmax()))
