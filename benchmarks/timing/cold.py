@@ -44,7 +44,8 @@ def cold_commands(index: str, question: str, digest: str, engines: Sequence[str]
 
     `digest` is the file's SHA-256, under which the library keeps the unpacked weights after their first use.
     """
-    [decoder] = Path(cached_assets_path("ctx_compress_rag", "gguf")).glob(f"{digest}-*")
+    kept = Path(cached_assets_path("ctx_compress_rag", "gguf")).glob(f"{digest}-*")
+    decoder = max(kept, key=lambda folder: folder.stat().st_mtime)  # other versions have the same weights
     ask = [sys.executable, "-m", "ctx_compress_rag.cli", "ask", question, "--store", index]
     commands = {
         "script": [sys.executable, str(Path(__file__).with_name("full_text.py")), str(decoder), index, question]

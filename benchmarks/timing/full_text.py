@@ -4,6 +4,7 @@ DECODER is a transformers folder. What `time-cold` compares `ctx-compress ask` w
 """
 
 import sys
+from typing import Any
 
 import chromadb
 import torch
@@ -12,11 +13,11 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, index, question = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 encoder = SentenceTransformer(str(get_model_path()), device="cpu")
 passages = chromadb.PersistentClient(index).get_collection("passages")
-found = passages.query(query_embeddings=encoder.encode([question], normalize_embeddings=True), n_results=4)
+found: Any = passages.query(query_embeddings=encoder.encode([question], normalize_embeddings=True), n_results=4)
 content = "\n\n".join([*found["documents"][0], f"Question: {question}"])
 ids = tokenizer.apply_chat_template(
     [{"role": "user", "content": content}], add_generation_prompt=True, return_tensors="pt", return_dict=True

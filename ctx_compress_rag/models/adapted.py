@@ -22,9 +22,9 @@ class AdaptedLinear(Linear):
     def plan_of(self, shares: Mapping[str, float]) -> Plan:
         """Return the plan that applies these shares of adapters' changes; other adapters apply nothing."""
         return tuple(
-            (self.lora_A[name].weight, self.lora_B[name].weight, share * self.scaling[name])
+            (self.get_parameter(f"lora_A.{name}.weight"), self.get_parameter(f"lora_B.{name}.weight"), share * scale)
             for name, share in shares.items()
-            if name in self.scaling
+            if (scale := self.scaling.get(name)) is not None
         )
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -35,7 +35,7 @@ class AdaptedLinear(Linear):
         return out.to(dtype)
 
 
-def shorten_forward(layer: nn.Module) -> None:
+def shorten_forward(layer: Any) -> None:
     """Make peft's plain linear layer an `AdaptedLinear`, and undo it if an adapter of the layer is not plain LoRA."""
     if type(layer) in (Linear, AdaptedLinear):
         plain = not layer.lora_variant and not any(layer.lora_bias.values())
