@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from html import unescape
 from importlib import import_module
@@ -24,6 +25,8 @@ from chromadb.api.shared_system_client import SharedSystemClient
 import ctx_compress_rag
 from ctx_compress_rag import Bundle
 from ctx_compress_rag import errors as all_errors
+from ctx_compress_rag.bundle.card import model_card
+from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.registry import METHODS
@@ -96,26 +99,35 @@ def run(block: str, given: dict[str, Any]) -> Any:
     return eval(last, given)
 
 
-@pytest.mark.parametrize("block", blocks("python", README), ids=["plain", "langchain", "llama_index"])
-def test_the_examples_of_the_readme_answer(workplace: Path, capsys: pytest.CaptureFixture[str], block: str) -> None:
+PROGRAMS = {page.stem: blocks("python", page)[0] for page in (README, DOCS / "langchain.md", DOCS / "llama_index.md")}
+
+
+@pytest.mark.parametrize("block", PROGRAMS.values(), ids=PROGRAMS)
+def test_the_first_examples_answer(workplace: Path, capsys: pytest.CaptureFixture[str], block: str) -> None:
     given: dict[str, Any] = {}
     answer = run(block, given)
-    assert "five years" in (str(answer) if answer is not None else capsys.readouterr().out)
+    said = str(answer) if answer is not None else capsys.readouterr().out.strip()
+    assert "five years" in said and said in (block if answer is None else said)
     (stored,) = given["store"].get_passages(given["store"].ids())
     assert stored.text in block
 
 
-def test_the_examples_of_quickstart_and_store_run(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for page in ("quickstart", "store"):
-        (block,) = blocks("python", DOCS / f"{page}.md")
-        exec(block, {})
-        assert "added=" in capsys.readouterr().out
+def test_the_readme_changes_the_lines_that_the_programs_have() -> None:
+    for diff, page in zip(blocks("diff", README), ("langchain", "llama_index"), strict=True):
+        added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+        assert set(added) <= set(PROGRAMS[page].splitlines())
+
+
+def test_the_example_of_the_store_runs(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks("python", DOCS / "store.md")
+    exec(block, {})
+    assert "added=" in capsys.readouterr().out
 
 
 def test_the_chain_of_the_langchain_page_answers(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {}
-    run(blocks("python", README)[1], given)
-    chain, indexed, own = blocks("python", DOCS / "langchain.md")
+    program, chain, indexed, own = blocks("python", DOCS / "langchain.md")
+    run(program, given)
     exec(chain, given)
     assert "five years" in capsys.readouterr().out
     write_my_docs(workplace)
@@ -186,9 +198,16 @@ def prose(page: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown")
 
 
-LINKING = [
-    file for glob in ("*.md", "docs/**/*.md", "benchmarks/*.md", "notebooks/*.ipynb") for file in ROOT.glob(glob)
-]
+GLOBS = ("*.md", "docs/**/*.md", "benchmarks/*.md", "notebooks/*.ipynb")
+LINKING = [file for glob in GLOBS for file in ROOT.glob(glob)]
+
+
+def test_every_page_is_linked() -> None:
+    targets = ((page, target) for page in LINKING for target in re.findall(r"\]\(([^)#\s]+)", prose(page)))
+    linked = {(page.parent / target).resolve() for page, target in targets}
+    linked |= {DOCS / page for page in re.findall(r"\S+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)}
+    for page in LINKING:
+        assert linked & {page, page.parent} or page.parent == ROOT, page
 
 
 @pytest.mark.parametrize("page", LINKING, ids=str)
@@ -205,18 +224,30 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (anchor if linked.suffix == ".md" else anchor.lower()) in anchors, target
 
 
+def told(file: Path) -> str:
+    """A document's text, or a program's; of a notebook, the text of its cells."""
+    text = file.read_text(encoding="utf-8")
+    return text if file.suffix != ".ipynb" else "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+
+
 def test_documents_import_only_what_is_public() -> None:
-    files = [*LINKING, *ROOT.glob("examples/**/*.py")]
-    text = "\n".join(
-        "\n".join("".join(cell["source"]) for cell in json.loads(file.read_text(encoding="utf-8"))["cells"])
-        if file.suffix == ".ipynb"
-        else file.read_text(encoding="utf-8")
-        for file in files
-    )
+    text = "\n".join(map(told, [*LINKING, *ROOT.glob("examples/**/*.py")]))
     imports = re.findall(r"^\s*from (ctx_compress_rag[\w.]*) import (\([^)]*\)|.*)$", text, re.M)
     assert {module for module, _ in imports} == {"ctx_compress_rag", "ctx_compress_rag.errors"}
     named = {name for module, names in imports for name in re.findall(r"\w+", names) if "." not in module}
     assert named <= set(ctx_compress_rag.__all__)
+
+
+def test_extras_bundles_and_commands_that_documents_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [*LINKING, *ROOT.glob("examples/**/*.py"), *ROOT.glob("ctx_compress_rag/**/*.md")]
+    text = "\n".join(map(told, files))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {extra.strip() for names in re.findall(r"ctx-compress-rag\[([^]]+)\]", text) for extra in names.split(",")}
+    assert extras and extras <= project["optional-dependencies"].keys()
+    bundles = {name for name in re.findall(r"Bundle\.from_pretrained\(\"([^\"]+)\"", text) if "/" not in name}
+    assert bundles and bundles <= SHIPPED.keys()
+    commands = set(re.findall(r"(?<![\w/-])ctx-compress ([a-z][a-z-]*)", text))
+    assert commands and commands <= offered_commands(capsys)
 
 
 def test_code_fits_on_the_page() -> None:
@@ -236,6 +267,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert all(f'id="ctx_compress_rag.errors.{name}"' in errors for name in vars(all_errors) if name.endswith("Error"))
 
 
+def test_the_card_of_the_shipped_bundle_is_of_its_report() -> None:
+    bundle = Bundle.from_pretrained(DEFAULT_BUNDLE)
+    card = (SHIPPED[DEFAULT_BUNDLE] / "README.md").read_text(encoding="utf-8")
+    assert card == model_card(bundle.config, bundle.report, bundle.fingerprint)
+
+
 def test_the_picture_is_what_its_script_writes() -> None:
     script = run_path(str(DOCS / "picture.py"))
     assert script["PICTURE"].read_text(encoding="utf-8") == script["picture"]()
@@ -247,11 +284,14 @@ def test_the_api_lists_the_settings_of_every_method() -> None:
     assert all(f"::: {name}" in page for name in shipped if name.startswith("ctx_compress_rag."))
 
 
+def offered_commands(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    assert main(["--help"]) == 0
+    return set(re.findall(r"^[^\w-]+([a-z][a-z-]+)(?:  |\s*$)", capsys.readouterr().out, re.M))
+
+
 def test_the_command_line_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     named = re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "command_line.md").read_text(encoding="utf-8"), re.M)
-    assert main(["--help"]) == 0
-    offered = re.findall(r"^[^\w-]+([a-z][a-z-]+)(?:  |\s*$)", capsys.readouterr().out, re.M)
-    assert sorted(named) == sorted(offered)
+    assert sorted(named) == sorted(offered_commands(capsys))
 
 
 NOTEBOOKS = ROOT / "notebooks"
