@@ -14,6 +14,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.inputs import NO_TOKEN, DecoderInputs
+from ctx_compress_rag.models.layers import logits_at
 from ctx_compress_rag.prompt import Prompt, Side
 
 
@@ -69,16 +70,12 @@ def open_decoder_model(bundle: PlainDecoder, side: Side, slot_mask: Tensor) -> A
 def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     """Return the logits (answer tokens, vocabulary) that predict the prompts' answers, and the tokens' ids, in order.
 
-    Logits are computed only at positions that predict an answer token in some prompt of the batch.
+    Logits are computed only at the positions that predict an answer token.
     """
     mask = _padded([prompt.answers for prompt in prompts]).to(batch.slot_mask.device)
     predicting = F.pad(mask[:, 1:], (0, 1))  # the logits at a position predict the token after it
-    # As indices, not as a number of last positions: that slice would not be contiguous, and the product with the
-    # head would copy the head's weights for every row.
-    places = predicting.any(0).nonzero().flatten()
-    logits = model(**batch.model_inputs(), use_cache=False, logits_to_keep=places).logits
-    ids = torch.cat([prompt.ids()[prompt.answers] for prompt in prompts]).to(logits.device)
-    return logits[predicting[:, places].to(logits.device)].float(), ids
+    logits = logits_at(model, predicting, **batch.model_inputs())
+    return logits, torch.cat([prompt.ids()[prompt.answers] for prompt in prompts]).to(logits.device)
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

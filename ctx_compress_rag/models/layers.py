@@ -23,6 +23,25 @@ def decoder_trunk(model: Any) -> Any:
     return base.get_decoder() if hasattr(base, "get_decoder") else base
 
 
+def logits_at(model: Any, wanted: Tensor, **inputs: Any) -> Tensor:
+    """Run a causal LM on a batch, and return its logits (places, vocabulary), float32, at the places that are `wanted`.
+
+    `wanted` is bool (batch, length). Only their states reach what the model makes logits of them with: a head, scales,
+    caps, as it does itself.
+    """
+
+    def keep(trunk: nn.Module, args: Any, out: Any) -> None:
+        states = out.last_hidden_state
+        out.last_hidden_state = states[wanted.to(states.device)].unsqueeze(0)
+
+    hook = decoder_trunk(model).register_forward_hook(keep)
+    try:
+        logits: Tensor = model(**inputs, use_cache=False).logits[0].float()
+    finally:
+        hook.remove()
+    return logits
+
+
 def decoder_layers(model: Any) -> nn.ModuleList:
     """Return the list of a causal LM's layers, whatever the architecture calls it. Raise ConfigError if it has none."""
     trunk, count = decoder_trunk(model), model.config.get_text_config().num_hidden_layers

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.decoders.build import tiny_model
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.training.engine.packing import PADDING, RowPacker, packed_loss
+from ctx_compress_rag.training.engine.packing import PADDING, RowPacker, keeps_apart, packed_loss
 from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import TrainingBatch
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
@@ -32,7 +33,7 @@ from ctx_compress_rag.training.stages.repeat_and_answer import (
     RepeatAndAnswerRecipe,
     reading_losses,
 )
-from helpers.architectures import NAMES, SLIDING_WINDOW, bos, model, random_ids, tokenizer
+from helpers.architectures import SLIDING_WINDOW, bos, model, tokenizer
 from helpers.models import draw_lora, tiny_config
 from helpers.ram import EXAMPLES
 from helpers.training import losses, settings_of
@@ -58,18 +59,29 @@ def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], ro
     assert int((packed.segments == PADDING).sum()) == rows * 16 - packed.token_count
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_packed_sequences_are_read_as_if_alone(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "packs"),
+    [
+        *((name, True) for name in ("cohere", "gemma2", "granite", "hyperclovax", "llama", "modernbert-decoder")),
+        *((name, False) for name in ("falcon_h1", "gpt_oss", "lfm2", "opt", "qwen3_5_text")),
+    ],
+)
+def test_packed_sequences_are_read_as_if_alone(name: str, packs: bool) -> None:
     """The loss on their last two tokens is transformers' own, and both kinds of targets have the same share."""
-    decoder = model(name)
+    decoder = tiny_model(name)
     packer = RowPacker(2, 22)
     losses: tuple[list[Tensor], ...] = ([], [])
-    for row, kind in zip(random_ids(name, (5, 14, 3, 12)), (0, 1, 1, 1), strict=True):
+    for length, kind in zip((5, 14, 3, 12), (0, 1, 1, 1), strict=True):
+        row = torch.randint(5, 380, (length,), generator=torch.Generator().manual_seed(length))
         packer.add(row, torch.arange(len(row)) >= len(row) - 2, kind)
         with torch.no_grad():
             logits = decoder(input_ids=row[None], use_cache=False).logits[0].float()
         losses[kind].append(F.cross_entropy(logits[-3:-1], row[-2:]))
     packed = packer.packed()
+    assert keeps_apart(decoder) == packs
+    if not packs:
+        packed, moved = packed.apart()
+        assert torch.equal(packer.packed().input_ids.flatten()[:5], packed.input_ids.flatten()[moved[:5]])
     with torch.no_grad():
         found = packed_loss(decoder, packed, inputs_embeds=decoder.get_input_embeddings()(packed.input_ids))
     wanted = torch.stack([torch.stack(each).mean() for each in losses]).mean()
@@ -94,8 +106,9 @@ def recipe(decoder: Path, tmp_path: Path, **changes: Any) -> RepeatAndAnswerReci
     return made
 
 
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Llama", "Mistral", "Qwen3"])
-def test_packed_prompts_have_the_loss_of_unpacked_ones(name: str, decoder: Path, tmp_path: Path) -> None:
+def test_packed_prompts_have_the_loss_of_unpacked_ones(name: str, packs: bool, decoder: Path, tmp_path: Path) -> None:
     """With a BOS before each passage and prompt, windows shorter than both, and scaled embeddings."""
     made = recipe(decoder, tmp_path, ratios=[4], repeat=[{"step": 0, "share": 0.0}])
     config = tiny_config(method=made.method, base_ratio=4)
@@ -110,6 +123,8 @@ def test_packed_prompts_have_the_loss_of_unpacked_ones(name: str, decoder: Path,
         assert not bos(name) or begin.tolist() == bos(name) * len(begin)
         assert int(rows.positions.max()) > SLIDING_WINDOW and len(begin) > 1
     plain, packed = LikelihoodLoss(bundle), PackedSlotLoss(bundle)
+    assert packed.packs
+    packed.packs = packs
     plain.ratios = [4]
     collated = AnswerCollator(builder, made.data.templates, 256, made.seed)(EXAMPLES)
     before = bundle.backbone.own_state()

@@ -1,7 +1,8 @@
 """Pack sequences into rows of one length, with little padding, for layers that are compiled for each new shape."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.models.layers import decoder_trunk
+from ctx_compress_rag.models.layers import decoder_trunk, logits_at
+
+logger = logging.getLogger(__name__)
 
 PADDING = -1
+_MOVED = 0.1  # of the difference that reading on after another sequence makes
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,21 @@ class PackedRows(_Movable):
         hidden = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return hidden.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
+    def apart(self) -> tuple["PackedRows", Tensor]:
+        """Return the same sequences, one a row, and the new position of each old one in the concatenated rows."""
+        counts = torch.bincount(self.segments[self.segments != PADDING])
+        length = int(counts.max())
+        used = self.segments != PADDING
+        moved = self.segments * length + self.positions
+
+        def moved_rows(rows: Tensor, padding: int = 0) -> Tensor:
+            made = rows.new_full((len(counts) * length,), padding)
+            made[moved[used]] = rows[used]
+            return made.view(-1, length)
+
+        own = (moved_rows(getattr(self, f.name), PADDING if f.name == "segments" else 0) for f in fields(self))
+        return PackedRows(*own), moved.flatten()
+
     @property
     def token_count(self) -> int:
         return int((self.segments != PADDING).sum())
@@ -50,6 +69,12 @@ class PackedSlots(_Movable):
     sources: Tensor  # (tokens,), positions of the slots' tokens in the concatenated rows of `passages`, slot after slot
     slots: Tensor  # (tokens,), the slot that each of these tokens belongs to
     places: Tensor  # (slots,), positions of the slots in the concatenated rows of `prompts`
+
+    def apart(self) -> "PackedSlots":
+        """Return the same batch with one passage or prompt a row."""
+        (passages, sources), (prompts, places) = self.passages.apart(), self.prompts.apart()
+        own = {"sources": sources[self.sources], "places": places[self.places]}
+        return replace(self, passages=passages, prompts=prompts, **own)
 
     @property
     def token_count(self) -> int:
@@ -117,6 +142,36 @@ def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
     return {"batch": batch}
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
+def keeps_apart(model: Any) -> bool:
+    """Whether a causal LM reads the second of two sequences in a row as if alone; if not, say so in the log.
+
+    transformers tells them apart by their positions, but not in all decoders: some have a mask of their own, or layers
+    whose state runs through the row.
+    """
+    length, embed = 12, model.get_input_embeddings()
+    ids = torch.arange(1, 2 * length + 1, device=model.device)[None] * 7 % embed.num_embeddings
+    vectors = embed(ids).detach().requires_grad_()
+    count = torch.arange(2 * length, device=model.device)[None]
+
+    def second(start: int, positions: Tensor) -> Tensor:
+        read = decoder_trunk(model)(inputs_embeds=vectors[:, start:], position_ids=positions, use_cache=False)
+        states: Tensor = read.last_hidden_state[0, -length:].float()
+        return states
+
+    joined, after, alone = second(0, count % length), second(0, count), second(length, count[:, :length])
+    (gradient,) = torch.autograd.grad(joined.pow(2).sum(), vectors)
+    moved = (joined - alone).abs().max() > _MOVED * (after - alone).abs().max()
+    apart = not (moved or gradient[0, :length].any())
+    if not apart:
+        logger.warning(
+            "%s does not keep sequences in one row apart: each gets a row of its own, and training takes longer",
+            type(model).__name__,
+        )
+    return apart
+
+
 def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
     """Return the cross-entropy of packed prompts' targets: the mean of each kind, averaged over the kinds.
 
@@ -126,21 +181,7 @@ def packed_loss(model: Any, rows: PackedRows, **inputs: Tensor) -> Tensor:
     if not wanted.any():
         raise ConfigError("no prompt of a batch fits into `packing`: give it a greater length or more rows")
     # Without a mask, transformers finds the sequences by their positions, and makes each layer's mask, of its window.
-    hidden = decoder_trunk(model)(**inputs, position_ids=rows.positions, use_cache=False).last_hidden_state
-    losses = F.cross_entropy(
-        head_logits(model, hidden[:, :-1][wanted]), rows.input_ids[:, 1:][wanted], reduction="none"
-    )
+    logits = logits_at(model, F.pad(wanted, (0, 1)), **inputs, position_ids=rows.positions)
+    losses = F.cross_entropy(logits, rows.input_ids[:, 1:][wanted], reduction="none")
     kinds = rows.kinds[:, 1:][wanted]
     return torch.stack([losses[kinds == kind].mean() for kind in kinds.unique()]).mean()
-
-
-def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return a causal LM's logits (positions, vocabulary), float32, of states (positions, dim) after its final norm."""
-    head = model.get_output_embeddings()
-    logits = F.linear(hidden, head.weight, head.bias).float()
-    config = model.config.get_text_config()
-    if scaling := getattr(config, "logits_scaling", None):  # Granite
-        logits = logits / scaling
-    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-        logits = torch.tanh(logits / cap) * cap
-    return logits

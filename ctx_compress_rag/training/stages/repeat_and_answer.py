@@ -23,7 +23,7 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_token_id
 from ctx_compress_rag.training.config import PackingConfig
-from ctx_compress_rag.training.engine.packing import PackedSlots, RowPacker, collate_packed, packed_loss
+from ctx_compress_rag.training.engine.packing import PackedSlots, RowPacker, collate_packed, keeps_apart, packed_loss
 from ctx_compress_rag.training.examples import load_training_texts, recitation_example
 from ctx_compress_rag.training.objective import SlotObjective
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
@@ -112,9 +112,10 @@ class PackedSlotLoss(SlotObjective):
                 "another stage"
             )
         self.pooling = bundle.compressor
+        self.packs = keeps_apart(bundle.backbone.model)
 
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
-        batch = batch.to(self.bundle.backbone.device)
+        batch = (batch if self.packs else batch.apart()).to(self.bundle.backbone.device)
         passages, prompts = batch.passages, batch.prompts
         read, dtype = self.bundle.backbone.inputs, self.bundle.backbone.dtype
         vectors = self.pooling.token_vectors(

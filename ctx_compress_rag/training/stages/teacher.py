@@ -14,11 +14,12 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import pad_token_ids
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.layers import logits_at
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.training.config import PackingConfig, Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import transformers_layers
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss, Collate, TrainingJob, training_processes
-from ctx_compress_rag.training.engine.packing import PackedRows, RowPacker, collate_packed, packed_loss
+from ctx_compress_rag.training.engine.packing import PackedRows, RowPacker, collate_packed, keeps_apart, packed_loss
 from ctx_compress_rag.training.engine.speedups import speed_up_training
 from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import ExampleCollator
@@ -52,7 +53,7 @@ class TeacherRecipe(Recipe):
 class AnswerLoss(BatchMeanLoss, nn.Module):
     """The next-token loss on the answers' tokens, averaged over the batch."""
 
-    def __init__(self, decoder: nn.Module) -> None:
+    def __init__(self, decoder: Any) -> None:
         super().__init__()
         self.decoder = decoder
 
@@ -64,9 +65,9 @@ class AnswerLoss(BatchMeanLoss, nn.Module):
 
         The decoder gets no mask, because no real token attends to padding on its right, and causal attention is faster.
         """
-        logits = self.decoder(input_ids=input_ids, use_cache=False).logits
         wanted = answers[:, 1:]
-        return F.cross_entropy(logits[:, :-1][wanted].float(), input_ids[:, 1:][wanted], reduction="sum") / items
+        logits = logits_at(self.decoder.get_base_model(), F.pad(wanted, (0, 1)), input_ids=input_ids)
+        return F.cross_entropy(logits, input_ids[:, 1:][wanted], reduction="sum") / items
 
 
 @dataclass
@@ -91,10 +92,11 @@ class PackedTextLoss(nn.Module):
     def __init__(self, decoder: Any) -> None:
         super().__init__()
         self.decoder = decoder
+        self.packs = keeps_apart(decoder.get_base_model())
 
     def forward(self, batch: PackedRows) -> dict[str, Tensor]:
         model = self.decoder.get_base_model()
-        batch = batch.to(model.device)
+        batch = (batch if self.packs else batch.apart()[0]).to(model.device)
         return {"loss": packed_loss(model, batch, input_ids=batch.input_ids)}
 
 
