@@ -15,7 +15,7 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.models.inputs import reads_tables_by_layer
-from ctx_compress_rag.models.layers import PEFT_PREFIX, adapted_weight, check_no_dora, tuner_layers
+from ctx_compress_rag.models.layers import PEFT_PREFIX, adapted_weight, check_no_dora, check_own_weights, tuner_layers
 from ctx_compress_rag.prompt import Side
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-rank
@@ -66,6 +66,7 @@ def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
             f"bundle {bundle.config.name!r}: its adapters change fused experts, for which vLLM has none: leave experts "
             "out of target_modules, or use the engine 'transformers'"
         )
+    check_own_weights(backbone.model)
     decoder = folder / DECODER_FOLDER
     decoder.mkdir(parents=True, exist_ok=True)
     write_decoder(backbone.model, bundle.tokenizer, decoder)

@@ -1,7 +1,8 @@
 """Mean pooling (Simple Context Compression, section 4.1)."""
 
+import logging
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -15,6 +16,8 @@ from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.soft_context import mean_pool_slots
+
+logger = logging.getLogger(__name__)
 
 
 class MeanPoolingConfig(MethodConfig):
@@ -74,6 +77,7 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         self.embedding_skip = config.embedding_skip
         self.hidden_map: nn.Linear | None = None
         self.positions: nn.Parameter | None = None
+        self.ahead: bool | None = None  # whether full attention has an effect, once known
         if config.hidden_map:
             self.hidden_map = nn.Linear(self.dim, self.dim, bias=False, device=backbone.device).requires_grad_(False)
             nn.init.zeros_(self.hidden_map.weight)
@@ -94,8 +98,9 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
             if self.positions is not None:
                 inputs = inputs + self.positions[positions % len(self.positions)].to(inputs.dtype)
             given = self.backbone.inputs.of(inputs, input_ids)
+            seen = mask if self._sees_ahead(trunk) else None  # padding is on the right, where no token before it looks
             hidden: Tensor = trunk(
-                **given, attention_mask=mask, position_ids=positions, use_cache=False
+                **given, attention_mask=seen, position_ids=positions, use_cache=False
             ).last_hidden_state
         if not self.embedding_skip:
             return hidden
@@ -105,6 +110,25 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
             hidden = self.hidden_map(hidden)
         summed: Tensor = embeddings + self.backbone.embedding_rms() * hidden
         return summed
+
+    @torch.no_grad()
+    def _sees_ahead(self, trunk: Any) -> bool:
+        """Whether a token's vector depends on the next token under full attention; if not, say so in the log, once."""
+        if self.ahead is None:
+            ids = torch.tensor([[1, 1], [1, 2]], device=self.backbone.embeddings.weight.device)
+            mask = full_attention_mask(torch.ones_like(ids), self.backbone.embeddings.weight.dtype)
+            given = self.backbone.inputs.of(self.backbone.inputs.embed(ids), ids)
+            try:
+                (first, _), (other, _) = trunk(**given, attention_mask=mask, use_cache=False).last_hidden_state.float()
+                self.ahead = bool((first - other).norm() > 1e-4 * first.norm())
+            except (RuntimeError, ValueError, IndexError):  # a state, as Mamba's, takes no such mask
+                self.ahead = False
+            if not self.ahead:
+                logger.warning(
+                    "layers of %s are causal whatever the mask: each vector is of its token and those before",
+                    type(trunk).__name__,
+                )
+        return self.ahead
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once and pool at every ratio (section 4.2: ratios share the encoder's work)."""

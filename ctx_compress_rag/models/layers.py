@@ -144,6 +144,14 @@ def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
+def adapted_share(model: Any, adapter: str) -> float:
+    """Return the share of the weights of a causal LM's layers that belong to a matrix that an adapter changes."""
+    layers = decoder_layers(model)
+    adapted = [layer for _, layer in tuner_layers(layers) if adapter in layer.scaling]
+    changed = sum(getattr(layer.get_base_layer(), adapted_weight(layer)).numel() for layer in adapted)
+    return changed / sum(weight.numel() for name, weight in layers.named_parameters() if "lora_" not in name)
+
+
 def lora_delta(layer: Any, shares: Mapping[str, float]) -> Tensor | None:
     """Return what these shares of adapters add to a peft layer's weight, in float32; None if it has none of them.
 
@@ -167,8 +175,20 @@ def check_no_dora(layer: Any, adapter: str) -> None:
         raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
 
 
+def check_own_weights(model: nn.Module) -> None:
+    """Raise ConfigError if layers with adapters of their own share a weight, as Zamba 2's do: no file can hold both."""
+    seen: dict[int, str] = {}
+    for name, layer in tuner_layers(model):
+        weight = id(getattr(layer.get_base_layer(), adapted_weight(layer)))
+        if (other := seen.setdefault(weight, name)) != name and adapted_weight(layer) == "weight":
+            raise ConfigError(
+                f"{other} and {name} share a weight, but not their adapters: use the engine 'transformers'"
+            )
+
+
 def added_to_weights(model: nn.Module, shares: Mapping[str, float]) -> dict[str, Tensor]:
     """Return what these shares of adapters add to each weight that they change, by transformers' names, in float32."""
+    check_own_weights(model)
     added: dict[str, Tensor] = {}
     for name, layer in tuner_layers(model):
         if (delta := lora_delta(layer, shares)) is not None:

@@ -90,9 +90,9 @@ def open_decoder(
             settings, load = _settings(config), lambda: _placed(convert_weights(unpack(), weights), placed)
         else:
             place, where = _where(name, revision, subfolder or "")
-            config, tokenizer, settings = _open_folder(place, where)
+            config, within, tokenizer, settings = _open_folder(place, where)
             where["revision"] = hub_commit(config) or revision  # a branch may have moved when the weights are loaded
-            load = partial(_load_folder, place, where, weights, placed)
+            load = partial(_load_folder, place, config, within, where, weights, placed)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -179,16 +179,21 @@ def _where(name: str | Path, revision: str | None, subfolder: str) -> tuple[str 
     return name, {"revision": revision, "subfolder": subfolder, "trust_remote_code": False}
 
 
-def _open_folder(name: str | Path, where: dict[str, Any]) -> tuple[Any, Any, Any]:
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+def _open_folder(name: str | Path, where: dict[str, Any]) -> tuple[Any, bool, Any, Any]:
+    """Return the decoder's config, whether it is a part of the checkpoint's, tokenizer and generation settings."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer, GenerationConfig, __version__
 
-    config = AutoConfig.from_pretrained(name, **where)
+    whole = AutoConfig.from_pretrained(name, **where)
+    config = whole if type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING else whole.get_text_config()
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"transformers {__version__} has no causal LM for the type {config.model_type!r}")
+    config._commit_hash, config.tie_word_embeddings = hub_commit(whole), whole.tie_word_embeddings
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
     try:
         settings: Any = GenerationConfig.from_pretrained(name, **where)
     except OSError:  # it has no such file
         settings = _settings(config)
-    return config, tokenizer, settings
+    return config, config is not whole, tokenizer, settings
 
 
 def _settings(config: Any) -> Any:
@@ -197,7 +202,13 @@ def _settings(config: Any) -> Any:
     return GenerationConfig.from_model_config(config)
 
 
-def _load_folder(name: str | Path, where: dict[str, Any], dtype: torch.dtype, placed: Mapping[str, Any]) -> Any:
+# Where multimodal checkpoints hold their text model, as transformers has saved them now and before.
+_TEXT_MODELS = {r"^(model\.language_model|language_model\.model)\.": "model.", r"^language_model\.lm_head": "lm_head"}
+
+
+def _load_folder(
+    name: str | Path, config: Any, within: bool, where: dict[str, Any], dtype: torch.dtype, placed: Mapping[str, Any]
+) -> Any:
     from transformers import AutoModelForCausalLM
 
     packed = Path(name) / INT8_FILE
@@ -205,6 +216,8 @@ def _load_folder(name: str | Path, where: dict[str, Any], dtype: torch.dtype, pl
         return _placed(_from_int8(packed, dtype), placed)
     # Its annotations omit the loading info, which it returns with the model.
     options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+    if within:
+        options |= {"config": config, "key_mapping": _TEXT_MODELS}
     loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options, **where, **placed)
     model, found = loaded
     if missing := found["missing_keys"]:  # transformers initializes them at random and only logs it

@@ -151,17 +151,22 @@ def keeps_apart(model: Any) -> bool:
     whose state runs through the row.
     """
     length, embed = 12, model.get_input_embeddings()
-    ids = torch.arange(1, 2 * length + 1, device=model.device)[None] * 7 % embed.num_embeddings
-    vectors = embed(ids).detach().requires_grad_()
-    count = torch.arange(2 * length, device=model.device)[None]
+    ids = torch.arange(1, 2 * length + 1, device=embed.weight.device)[None] * 7 % embed.num_embeddings
+    count = torch.arange(2 * length, device=ids.device)[None]
+    vectors: list[Tensor] = []
+
+    def with_gradient(module: Any, args: Any, out: Tensor) -> Tensor:
+        vectors.append(out.detach().requires_grad_())
+        return vectors[-1]
 
     def second(start: int, positions: Tensor) -> Tensor:
-        read = decoder_trunk(model)(inputs_embeds=vectors[:, start:], position_ids=positions, use_cache=False)
+        read = decoder_trunk(model)(input_ids=ids[:, start:], position_ids=positions, use_cache=False)
         states: Tensor = read.last_hidden_state[0, -length:].float()
         return states
 
-    joined, after, alone = second(0, count % length), second(0, count), second(length, count[:, :length])
-    (gradient,) = torch.autograd.grad(joined.pow(2).sum(), vectors)
+    with embed.register_forward_hook(with_gradient):
+        joined, after, alone = second(0, count % length), second(0, count), second(length, count[:, :length])
+    (gradient,) = torch.autograd.grad(joined.pow(2).sum(), vectors[0])
     moved = (joined - alone).abs().max() > _MOVED * (after - alone).abs().max()
     apart = not (moved or gradient[0, :length].any())
     if not apart:

@@ -19,6 +19,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
+from ctx_compress_rag.models.layers import adapted_share
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.soft_context import check_ratio_divides_window
 from ctx_compress_rag.strict import Strict
@@ -160,7 +161,9 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
         objective.step, objective.ratios = step, recipe.ratios_at(step)
         objective.sample = part.sample if part.each == "example" else None
 
-    earlier = {"earlier": bundle.report} if bundle.report else {}
+    about: dict[str, Any] = {"adapters": adapter_report(bundle.backbone)}
+    if bundle.report:
+        about["earlier"] = bundle.report
 
     def save(report: dict[str, Any]) -> None:
         bundle.report = report
@@ -171,12 +174,25 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
         arranged,
         collate,
         save,
-        about=earlier,
+        about=about,
         on_step=choose_ratios,
         measure=getattr(objective, "measure", None),
         layers=bundle_decoder_layers(bundle),
         micro_batch_size=1 if recipe.packed else None,
     )
+
+
+def adapter_report(backbone: Backbone) -> dict[str, Any]:
+    """Return, and log, what share of the decoder's layers each adapter made here changes, and which it leaves out."""
+    report: dict[str, Any] = {}
+    for adapter, left_out in backbone.left_out.items():
+        share, reasons = round(adapted_share(backbone.model, adapter), 3), dict[str, list[str]]()
+        for layer, reason in left_out.items():
+            reasons.setdefault(reason, []).append(layer)
+        said = "".join(f"; left out, as {reason}: {len(names)}, as {names[0]}" for reason, names in reasons.items())
+        logger.info("LoRA %r changes %.0f %% of the layers' weights%s", adapter, 100 * share, said)
+        report[adapter] = {"share_of_layers": share, "left_out": reasons}
+    return report
 
 
 def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:

@@ -7,12 +7,15 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ctx_compress_rag.bundle.files import ADAPTER_FILE, TEACHER
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import pad_token_ids
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.layers import logits_at
 from ctx_compress_rag.models.loading import load_decoder
@@ -25,6 +28,7 @@ from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import ExampleCollator
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
 from ctx_compress_rag.training.recipe import register_stage
+from ctx_compress_rag.training.stages.compression import adapter_report
 
 
 class TeacherRecipe(Recipe):
@@ -53,9 +57,10 @@ class TeacherRecipe(Recipe):
 class AnswerLoss(BatchMeanLoss, nn.Module):
     """The next-token loss on the answers' tokens, averaged over the batch."""
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.backbone = backbone
+        self.adapter = nn.ParameterList(backbone.train_adapter(TEACHER))  # the decoder is no submodule
 
     def items(self, answers: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         return answers[:, 1:].sum().float()
@@ -66,7 +71,8 @@ class AnswerLoss(BatchMeanLoss, nn.Module):
         The decoder gets no mask, because no real token attends to padding on its right, and causal attention is faster.
         """
         wanted = answers[:, 1:]
-        logits = logits_at(self.decoder.get_base_model(), F.pad(wanted, (0, 1)), input_ids=input_ids)
+        with self.backbone.use(TEACHER) as model:
+            logits = logits_at(model, F.pad(wanted, (0, 1)), input_ids=input_ids)
         return F.cross_entropy(logits, input_ids[:, 1:][wanted], reduction="sum") / items
 
 
@@ -89,15 +95,16 @@ class TextCollator(ExampleCollator):
 class PackedTextLoss(nn.Module):
     """The mean cross-entropy of the answers' tokens in packed rows, for a decoder with an adapter and a frozen head."""
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         super().__init__()
-        self.decoder = decoder
-        self.packs = keeps_apart(decoder.get_base_model())
+        self.backbone = backbone
+        self.adapter = nn.ParameterList(backbone.train_adapter(TEACHER))  # the decoder is no submodule
+        self.packs = keeps_apart(backbone.model)
 
     def forward(self, batch: PackedRows) -> dict[str, Tensor]:
-        model = self.decoder.get_base_model()
-        batch = (batch if self.packs else batch.apart()[0]).to(model.device)
-        return {"loss": packed_loss(model, batch, input_ids=batch.input_ids)}
+        batch = (batch if self.packs else batch.apart()[0]).to(self.backbone.device)
+        with self.backbone.use(TEACHER) as model:
+            return {"loss": packed_loss(model, batch, input_ids=batch.input_ids)}
 
 
 @dataclass
@@ -131,11 +138,10 @@ class PackedTextData:
 
 def make_teacher_job(recipe: TeacherRecipe) -> TrainingJob:
     """Return a job that will train a decoder's adapter on the recipe's questions, and save the adapter."""
-    from peft import get_peft_model
-
     examples: Any = load_training_examples(recipe)
-    base, tokenizer = load_decoder(recipe.decoder, recipe.revision, training_processes().device)
-    decoder = get_peft_model(base, lora_config(recipe.tune), revision=recipe.revision)
+    backbone = Backbone(*load_decoder(recipe.decoder, recipe.revision, training_processes().device))
+    base, tokenizer = backbone.model, backbone.tokenizer
+    backbone.add_adapter(TEACHER, lambda: lora_config(recipe.tune))
     builder = TrainingPromptBuilder(tokenizer, recipe.data.max_answer_tokens)
     data = recipe.data
     model: nn.Module
@@ -144,17 +150,20 @@ def make_teacher_job(recipe: TeacherRecipe) -> TrainingJob:
         examples = PackedTextData(builder, examples, recipe)
         collate = collate_packed
         speed_up_training(base, recipe.optim)
-        model = PackedTextLoss(decoder)
+        model = PackedTextLoss(backbone)
     else:
         collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
-        model = AnswerLoss(decoder)
+        model = AnswerLoss(backbone)
 
     def save(report: dict[str, Any]) -> None:
-        # By default peft would also ask the hub whether the embeddings were changed.
-        decoder.save_pretrained(str(recipe.output), save_embedding_layers=False)
+        save_file(backbone.adapter_state(TEACHER), recipe.output / ADAPTER_FILE, metadata={"format": "pt"})
+        config = base.peft_config[TEACHER]
+        config.base_model_name_or_path, config.revision = base.name_or_path, recipe.revision
+        config.save_pretrained(str(recipe.output))
 
-    micro = 1 if recipe.packing else None
-    return TrainingJob(model, examples, collate, save, layers=transformers_layers([decoder]), micro_batch_size=micro)
+    about = {"adapters": adapter_report(backbone)}
+    layers, micro = transformers_layers([base]), 1 if recipe.packing else None
+    return TrainingJob(model, examples, collate, save, about=about, layers=layers, micro_batch_size=micro)
 
 
 register_stage(TeacherRecipe, make_teacher_job)

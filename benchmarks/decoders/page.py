@@ -1,0 +1,49 @@
+"""The page of the documentation that says what the library can do with which decoder."""
+
+import re
+from collections.abc import Mapping
+
+from benchmarks.decoders.trial import WAYS, YES
+
+_HEAD = """# Decoders
+
+What `python -m benchmarks decoders` found with transformers {version}. Of each decoder-only type a tiny model with
+random weights was saved, loaded and tried; {right} of {count} types answer and train. Results are compared with a plain
+computation, or refused with a reason.
+
+- *Answer*: one prompt, several, and a stream have the log-probabilities of transformers' own passes over token ids.
+- *Train*: every adapter moves, losses are those of prompts one by one, and a saved bundle compresses, reads and answers
+  as before.
+- *Shared passes*: several callers' prompts are answered together, or one by one.
+- *vLLM*, *llama.cpp*: `export` writes weights with the right logits. Whether the engine knows the type is not tried.
+
+"""
+
+
+def decoder_page(found: Mapping[str, Mapping[str, str]], version: str) -> str:
+    """Return the page in Markdown: types with the same outcomes are one row, and reasons stand below, by number."""
+    reasons: dict[str, int] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, said in sorted(found.items()):
+        cells = tuple(_cell(said[way], name, reasons) for way in WAYS)
+        rows.setdefault(cells, []).append(name)
+    right = sum(all(said[way] == YES for way in ("answer", "train")) for said in found.values())
+    lines = [f"| types | {' | '.join(way[0].upper() + way[1:] if way.islower() else way for way in WAYS)} |"]
+    lines.append("|---" * (len(WAYS) + 1) + "|")
+    lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in sorted(rows.items(), key=_size)]
+    lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items())]
+    return _HEAD.format(version=version, right=right, count=len(found)) + "\n".join(lines) + "\n"
+
+
+def _size(row: tuple[tuple[str, ...], list[str]]) -> int:
+    return -len(row[1])
+
+
+def _cell(said: str, name: str, reasons: dict[str, int]) -> str:
+    kind, _, reason = said.partition(": ")
+    if not reason:
+        return said
+    reason = re.sub(r"cannot load the decoder '[^']*': |bundle 'tiny': ", "", reason.replace(f"({name})", ""))
+    reason = " ".join(re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "the decoder", reason).split())
+    number = reasons.setdefault(reason[:1].upper() + reason[1:], len(reasons) + 1)
+    return f"{'no' if kind == 'refused' else kind} ({number})"

@@ -1,0 +1,27 @@
+"""Types of decoders, tiny, through the library's ways, against plain computations: `benchmarks.decoders.trial`."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.decoders.build import WRAPPERS, decoder_types
+from benchmarks.decoders.trial import YES, try_decoder
+
+# What most people run, one of each kind of layer, and wrappers.
+TYPES = [
+    "apertus", "cohere2", "deepseek_v3", "falcon_h1", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text",
+    "glm4_moe", "gpt_oss", "granite", "granitemoehybrid", "jamba", "lfm2_moe", "llama", "llama4_text", "mamba2",
+    "minimax_m2", "mistral", "mistral3", "nemotron_h", "olmo2", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_5_text",
+    "qwen3_moe", "smollm3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_decoder_answers_and_trains(name: str, tmp_path: Path) -> None:
+    assert set(try_decoder(name, tmp_path, ("answer", "train")).values()) == {YES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", decoder_types() + WRAPPERS)
+def test_every_decoder_is_right_or_refused(name: str, tmp_path: Path) -> None:
+    assert not [said for said in try_decoder(name, tmp_path).values() if said.startswith(("wrong", "error"))]
