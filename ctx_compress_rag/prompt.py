@@ -1,11 +1,16 @@
 """Prompts as a decoder reads them, made of token ids and slots, with a mask of the tokens that are answers."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Message = Mapping[str, str]
 """A chat message: `role` ("system", "user" or "assistant") and `content`, which may hold markers."""
@@ -37,8 +42,9 @@ class Quotable:
 class Prompt:
     """A prompt as the decoder reads it, in training together with its answers."""
 
-    pieces: tuple[Tensor, ...]  # int64 token ids (L,), or float vectors (S, D) in the decoder's embedding space
-    answers: Tensor  # bool (length,), True at the tokens of answers
+    # int64 token ids (L,), or vectors (S, D) in the decoder's embedding space, which torch or NumPy holds
+    pieces: tuple[NDArray[Any] | Tensor, ...]
+    answers: NDArray[np.bool_]  # (length,), True at the tokens of answers
     side: Side = "text"  # "text" without passages; a passage may be without slots
     quotable: Quotable | None = None  # for an extractive answer
 
@@ -52,37 +58,44 @@ class Prompt:
 
     @property
     def slots(self) -> int:
-        return sum(len(piece) for piece in self.pieces if piece.is_floating_point())
+        return sum(len(piece) for piece in self.pieces if is_vectors(piece))
 
-    def ids(self) -> Tensor:
-        """Return the token ids, int64 (length,), with 0 at the places of vectors."""
-        return torch.cat([torch.zeros(len(p), dtype=torch.long) if p.is_floating_point() else p for p in self.pieces])
+    def ids(self) -> NDArray[np.int64]:
+        """Return the token ids (length,), with 0 at the places of vectors."""
+        return np.concatenate([np.zeros(len(p), np.int64) if is_vectors(p) else np.asarray(p) for p in self.pieces])
 
-    def vector_mask(self) -> Tensor:
-        """Return a mask, bool (length,), that is True at the places of vectors."""
-        return torch.cat([torch.full((len(p),), p.is_floating_point()) for p in self.pieces])
+    def vector_mask(self) -> NDArray[np.bool_]:
+        """Return a mask (length,) that is True at the places of vectors."""
+        return np.concatenate([np.full(len(piece), is_vectors(piece)) for piece in self.pieces])
 
-    def then(self, answer: Tensor) -> Self:
-        """Return a copy of the prompt with an answer's token ids (L,) appended."""
-        flags = torch.ones(len(answer), dtype=torch.bool)
-        return replace(self, pieces=(*self.pieces, answer), answers=torch.cat((self.answers, flags)))
+    def then(self, answer: Sequence[int]) -> Self:
+        """Return a copy of the prompt with an answer's token ids appended."""
+        flags = np.concatenate((self.answers, np.ones(len(answer), bool)))
+        return replace(self, pieces=(*self.pieces, np.array(answer, np.int64)), answers=flags)
+
+
+def is_vectors(piece: NDArray[Any] | Tensor) -> bool:
+    """Whether a piece of a prompt is vectors, and not token ids."""
+    return piece.ndim == 2
 
 
 @dataclass(frozen=True, eq=False)
 class PromptTemplate:
     """A prompt with a hole for each passage, in training together with its answers."""
 
-    ids: tuple[Tensor, ...]  # token ids of the text between the holes; hole i is between ids[i] and ids[i + 1]
-    answers: tuple[Tensor, ...]  # bool masks of the same lengths, True on the answers' tokens
+    # Token ids of the text between the holes; hole i is between ids[i] and ids[i + 1].
+    ids: tuple[NDArray[np.int64], ...]
+    answers: tuple[NDArray[np.bool_], ...]  # masks of the same lengths, True on the answers' tokens
 
     @classmethod
-    def without_answers(cls, ids: Sequence[Tensor]) -> Self:
-        return cls(tuple(ids), tuple(torch.zeros(len(part), dtype=torch.bool) for part in ids))
+    def without_answers(cls, ids: Sequence[NDArray[np.int64]]) -> Self:
+        return cls(tuple(ids), tuple(np.zeros(len(part), bool) for part in ids))
 
-    def fill(self, slots: Sequence[Tensor]) -> Prompt:
-        """Return the prompt with the holes filled by `slots`, a tensor (S, D) for each hole."""
-        pieces, answers = [self.ids[0]], [self.answers[0]]
+    def fill(self, slots: Sequence[NDArray[np.float32] | Tensor]) -> Prompt:
+        """Return the prompt with the holes filled by `slots`, vectors (S, D) for each hole."""
+        pieces: list[NDArray[Any] | Tensor] = [self.ids[0]]
+        answers = [self.answers[0]]
         for run, ids, mask in zip(slots, self.ids[1:], self.answers[1:], strict=True):
             pieces += [run, ids]
-            answers += [torch.zeros(len(run), dtype=torch.bool), mask]
-        return Prompt(tuple(pieces), torch.cat(answers), side="reader" if slots else "text")
+            answers += [np.zeros(len(run), bool), mask]
+        return Prompt(tuple(pieces), np.concatenate(answers), side="reader" if slots else "text")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import ConfigError, RatioError
 
@@ -15,24 +15,24 @@ class SoftContext:
     """The slots of a passage, in the compressor's own space (before the reader's projection).
 
     Attributes:
-        slots: float tensor (slots, dim), on the CPU.
-        token_counts: int64 tensor (slots,), the number of source tokens that each slot stands for.
+        slots: float32 array (slots, dim).
+        token_counts: int64 array (slots,), the number of source tokens that each slot stands for.
     """
 
-    slots: Tensor
-    token_counts: Tensor
+    slots: NDArray[np.float32]
+    token_counts: NDArray[np.int64]
 
     def __post_init__(self) -> None:
         if self.slots.ndim != 2 or self.token_counts.shape != self.slots.shape[:1]:
             raise ConfigError(
-                f"a SoftContext needs slots (S, D) and token_counts (S,), got {tuple(self.slots.shape)} "
-                f"and {tuple(self.token_counts.shape)}"
+                f"a SoftContext needs slots (S, D) and token_counts (S,), got {self.slots.shape} "
+                f"and {self.token_counts.shape}"
             )
 
     @property
     def n_slots(self) -> int:
         """Number of slots."""
-        return self.slots.shape[0]
+        return len(self.slots)
 
     @property
     def n_tokens(self) -> int:
@@ -51,28 +51,10 @@ class SoftContext:
             raise RatioError(f"factor={factor}: give 1 or more slots to merge into one")
         if factor == 1:
             return self
-        pooled, counts = mean_pool_slots(self.slots, self.token_counts, factor)
-        return SoftContext(pooled, counts)
-
-
-def mean_pool_slots(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean and the weight of each window of vectors (Simple Context Compression, eq. 3-4).
-
-    Windows do not overlap. Positions of weight 0 (padding) do not count. A window of only padding gives a zero
-    vector of weight 0. Sums are at least float32, because in float16 sums over 128 tokens overflow.
-
-    Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
-    """
-    length = vectors.shape[-2]
-    blocks = -(-length // window)
-    padding = blocks * window - length
-    dtype = vectors.dtype
-    wide = vectors.to(torch.promote_types(dtype, torch.float32))
-    wide = torch.nn.functional.pad(wide * weights.unsqueeze(-1), (0, 0, 0, padding))
-    weights = torch.nn.functional.pad(weights, (0, padding))
-    sums = wide.unflatten(-2, (blocks, window)).sum(-2)
-    counts = weights.unflatten(-1, (blocks, window)).sum(-1)
-    return (sums / counts.clamp(min=1).unsqueeze(-1)).to(dtype), counts
+        starts = np.arange(0, self.n_slots, factor)
+        counts = np.add.reduceat(self.token_counts, starts)
+        sums = np.add.reduceat(self.slots * self.token_counts[:, None].astype(np.float32), starts)
+        return SoftContext((sums / counts.clip(min=1)[:, None]).astype(np.float32), counts)
 
 
 def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:

@@ -393,7 +393,7 @@ CLAIMS = {
         " == [n.node.get_content() for n in index.as_retriever(similarity_top_k=1).retrieve(questions[3])]",
     ],
     "chroma_store": [
-        "torch.allclose(same.slots, soft.slots, atol=2 * step)",
+        "np.allclose(same.slots, soft.slots, atol=2 * step)",
         "sizes['int8, 16x'] < sizes['int8, 4x'] < sizes['fp16, 4x']",
     ],
     "what_does_a_ratio_cost": [

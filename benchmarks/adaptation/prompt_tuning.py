@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
@@ -49,8 +50,8 @@ def with_prefix(decoder: Decoder, folder: Path) -> Decoder:
 
 def behind(prompt: Prompt, prefix: Tensor) -> Prompt:
     """The prompt after vectors (tokens, dim)."""
-    flags = torch.zeros(len(prefix), dtype=torch.bool)
-    return replace(prompt, pieces=(prefix, *prompt.pieces), answers=torch.cat((flags, prompt.answers)))
+    flags = np.zeros(len(prefix), bool)
+    return replace(prompt, pieces=(prefix, *prompt.pieces), answers=np.concatenate((flags, prompt.answers)))
 
 
 class PromptTuningLoss(AnswersMeanLoss):

@@ -61,7 +61,7 @@ def fit_reader(bundle: Bundle, texts: Sequence[str]) -> None:
         for text, soft in zip(texts, softs, strict=True):
             ids = torch.tensor(text_ids(bundle.tokenizer, text), device=bundle.backbone.device)
             targets += [part.mean(0) for part in embed(ids).float().split(soft.token_counts.tolist())]
-    slots = torch.cat([soft.slots for soft in softs]).to(bundle.backbone.device)
+    slots = torch.cat([torch.from_numpy(soft.slots) for soft in softs]).to(bundle.backbone.device)
     fit(bundle.reader.projection, slots, torch.stack(targets))
 
 

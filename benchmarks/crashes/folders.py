@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.crashes.words import WORDS, passage
 from ctx_compress_rag.errors import CtxCompressError, StoreError
@@ -164,7 +163,7 @@ def is_of(soft: Any, text: str) -> bool:
     expected = WORDS.at(text, 8)
     if soft.token_counts.tolist() != expected.token_counts.tolist():
         return False
-    return bool(torch.linalg.norm(soft.slots - expected.slots) < 0.02 * torch.linalg.norm(expected.slots))
+    return bool(np.linalg.norm(soft.slots - expected.slots) < 0.02 * np.linalg.norm(expected.slots))
 
 
 def looked_at(folder: Path) -> Counter[str]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ctx_compress_rag.methods.base.compressor import PassageSlots, mean_pool_slots
 from ctx_compress_rag.methods.base.rendering import PassageRenderer
-from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window, mean_pool_slots
+from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window
 
 
 def word_vectors(text: str, dim: int) -> torch.Tensor:
@@ -46,7 +47,8 @@ class WordBundle:
     def at(self, text: str, ratio: int) -> SoftContext:
         """The soft context of a text pooled at a ratio directly, for comparison."""
         vectors = word_vectors(text, self.dim)
-        return SoftContext(*mean_pool_slots(vectors, torch.ones(len(vectors), dtype=torch.int64), ratio))
+        pooled = mean_pool_slots(vectors, torch.ones(len(vectors), dtype=torch.int64), ratio)
+        return PassageSlots(*pooled).soft_context()
 
 
 WORDS: Any = WordBundle()  # for a store, which is typed for a Bundle

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter, apply_adapter
@@ -138,7 +137,7 @@ def demonstration_prompts(decoder: Decoder, demonstrations: Sequence[Demonstrati
             raise ConfigError(f"the answer of demonstration {number} is empty: give the answer as it should be")
         if prompt.side != "text":
             raise ConfigError(f"demonstration {number} holds markers: give the text that they stand for")
-        row = prompt.then(torch.tensor([*answer_ids(tokenizer, shown.answer), tokenizer.eos_token_id]))
+        row = prompt.then([*answer_ids(tokenizer, shown.answer), tokenizer.eos_token_id])
         if window is not None and row.length > window:
             raise ConfigError(
                 f"demonstration {number} has {row.length} tokens, more than the model's window of {window}: "

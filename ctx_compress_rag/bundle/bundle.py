@@ -328,7 +328,8 @@ class Bundle(PlainDecoder):
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
-        return self.compressor.compress(passages, ratio, self.config.window, _TOKENS_PER_BATCH)
+        made = self.compressor.compress(passages, ratio, self.config.window, _TOKENS_PER_BATCH)
+        return [each.soft_context() for each in made]
 
     def _tokenized(self, text: str, index: int) -> TokenizedPassage:
         if not isinstance(text, str):
@@ -341,8 +342,8 @@ class Bundle(PlainDecoder):
     @torch.inference_mode()
     def embed(self, soft: SoftContext) -> Tensor:
         """Return a soft context as input embeddings (`positions(slots)`, dim), with the decoder's dtype and device."""
-        device = self.backbone.device
-        embedded: Tensor = self.reader(soft.slots.to(device), soft.token_counts.to(device))
+        slots, counts = (torch.as_tensor(each, device=self.backbone.device) for each in (soft.slots, soft.token_counts))
+        embedded: Tensor = self.reader(slots, counts)
         return embedded.to(self.backbone.dtype)
 
     def soft_decoder(self, slot_mask: Tensor, side: Side = "reader") -> AbstractContextManager[Any]:

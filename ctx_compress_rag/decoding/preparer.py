@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
@@ -126,7 +127,7 @@ class PromptPreparer:
             )
         return contents
 
-    def _raw_ids(self, texts: Sequence[str]) -> list[Tensor]:
+    def _raw_ids(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of a raw prompt's texts before, between and after its slots.
 
         If the decoder has a chat format, the caller wrote the prompt in that format; otherwise the prompt is all text.
@@ -139,7 +140,7 @@ class PromptPreparer:
             texts = [lead + self._tokenizer.as_text(first), *map(self._tokenizer.as_text, rest)]
         return self._tokenizer.encode(texts, add_special_tokens=not begun)
 
-    def _chat_ids(self, chat: Sequence[Message], texts: Sequence[Sequence[str]]) -> list[Tensor]:
+    def _chat_ids(self, chat: Sequence[Message], texts: Sequence[Sequence[str]]) -> list[NDArray[np.int64]]:
         """Return the token ids of a chat before, between and after its slots; `texts` has a list for each message."""
         hole = self._tokenizer.hole
         contents = [hole.join(map(self._tokenizer.as_text, parts)) for parts in texts]
@@ -168,7 +169,7 @@ class PromptPreparer:
 
     def _read(
         self, markers: Sequence[Marker], words: bool
-    ) -> tuple[dict[Marker, Tensor], dict[Marker, str], dict[Marker, str]]:
+    ) -> tuple[dict[Marker, Any], dict[Marker, str], dict[Marker, str]]:
         """Return markers' slots (positions, dim) as the decoder's input, and texts of the markers without slots.
 
         Third, if `words`, the texts of the markers with slots.

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +17,7 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.inputs import NO_TOKEN, DecoderInputs
 from ctx_compress_rag.models.layers import logits_at
-from ctx_compress_rag.prompt import Prompt, Side
+from ctx_compress_rag.prompt import Prompt, Side, is_vectors
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ def splice_prompts(inputs: DecoderInputs, prompts: Sequence[Prompt]) -> SplicedP
         if not prompt.length:
             raise ConfigError(f"prompt {index} is empty: give it at least one token")
         # No position is all zeros, of which some architectures' gradients are NaN.
-        pieces = (torch.full((missing,), inputs.padding), *prompt.pieces)
-        parts = [p.to(inputs.device) if p.is_floating_point() else inputs.embed(p) for p in pieces]
+        pieces = [torch.as_tensor(p, device=inputs.device) for p in (np.full(missing, inputs.padding), *prompt.pieces)]
+        parts = [piece if is_vectors(piece) else inputs.embed(piece) for piece in pieces]
         dtype = reduce(torch.promote_types, (part.dtype for part in parts))
         if len(widths := {part.shape[1] for part in parts}) > 1:
             raise ConfigError(f"slots and token embeddings of prompt {index} differ in width: {sorted(widths)}")
@@ -75,8 +77,9 @@ def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Pro
     mask = _padded([prompt.answers for prompt in prompts]).to(batch.slot_mask.device)
     predicting = F.pad(mask[:, 1:], (0, 1))  # the logits at a position predict the token after it
     logits = logits_at(model, predicting, **batch.model_inputs())
-    return logits, torch.cat([prompt.ids()[prompt.answers] for prompt in prompts]).to(logits.device)
+    ids = np.concatenate([prompt.ids()[prompt.answers] for prompt in prompts])
+    return logits, torch.from_numpy(ids).to(logits.device)
 
 
-def _padded(rows: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+def _padded(rows: Iterable[NDArray[Any]]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, rows)), batch_first=True, padding_side="left")

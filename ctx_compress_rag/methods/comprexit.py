@@ -8,14 +8,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import decoder_trunk
-from ctx_compress_rag.soft_context import mean_pool_slots
 
 
 class ComprexitConfig(MethodConfig):

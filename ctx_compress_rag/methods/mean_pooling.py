@@ -9,13 +9,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
+from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.soft_context import mean_pool_slots
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.compressor import (
+    PassageSlots,
     SlotBatch,
     TokenizedPassage,
     TrunkCompressor,
@@ -22,7 +23,6 @@ from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.inputs import NO_TOKEN
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.chat import PromptTokenizer
 
 
@@ -92,7 +92,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         slots = self._hidden_states([each.ids for each in windows])
         # A slot without a source token is a slot all the same, and a count of 0 would make it padding.
         pieces = [
-            SoftContext(rows, _spread(each.tokens, self.config.slots).clamp(min=1).to(rows.device))
+            PassageSlots(rows, _spread(each.tokens, self.config.slots).clamp(min=1).to(rows.device))
             for rows, each in zip(slots, windows, strict=True)
         ]
         return dict.fromkeys(ratios, SlotBatch.of(join_slots([each.passage for each in windows], pieces)))
@@ -100,13 +100,13 @@ class MemoryTokensCompressor(TrunkCompressor):
     @torch.inference_mode()
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[SoftContext]:
+    ) -> list[PassageSlots]:
         windows = self._windows(passages)
 
-        def rows(batch: list[int]) -> list[SoftContext]:
+        def rows(batch: list[int]) -> list[PassageSlots]:
             slots = self._hidden_states([windows[i].ids for i in batch]).float().cpu()
             counts = [_spread(windows[i].tokens, self.config.slots) for i in batch]
-            return list(map(SoftContext, slots, counts))
+            return list(map(PassageSlots, slots, counts))
 
         lengths = [len(each.ids) + self.config.slots for each in windows]
         return encode_in_batches([each.passage for each in windows], lengths, batch_tokens, rows)

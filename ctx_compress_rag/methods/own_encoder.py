@@ -12,9 +12,11 @@ from pydantic import Field
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.methods.base.compressor import (
     Compressor,
+    PassageSlots,
     SlotBatch,
     TokenizedPassage,
     encode_in_batches,
+    mean_pool_slots,
     pad_token_ids,
     token_windows,
 )
@@ -25,7 +27,6 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import model_folder_digest
 from ctx_compress_rag.models.loading import progress_line
-from ctx_compress_rag.soft_context import SoftContext, mean_pool_slots
 from ctx_compress_rag.text.tokenizing import text_ids
 
 
@@ -142,23 +143,23 @@ class OwnEncoderCompressor(Compressor):
     @torch.inference_mode()
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[SoftContext]:
+    ) -> list[PassageSlots]:
         model, tokenizer = self._model_and_tokenizer()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []
         owners, pieces = token_windows([text_ids(tokenizer, passage.text) for passage in passages], window)
         read = [[*bos, *ids, *eos] for ids in pieces]
 
-        def rows(batch: list[int]) -> Iterator[SoftContext]:
+        def rows(batch: list[int]) -> Iterator[PassageSlots]:
             ids, mask = pad_token_ids([read[i] for i in batch], self.backbone.device)
             hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state.float().cpu()
             for i, row in zip(batch, hidden, strict=True):
                 length = len(pieces[i])
                 if self.config.pooling == "last":
-                    yield SoftContext(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
+                    yield PassageSlots(row[len(read[i]) - 1].unsqueeze(0), torch.tensor([length]))
                 else:
                     real = row[len(bos) : len(bos) + length]
-                    yield SoftContext(*mean_pool_slots(real, torch.ones(length, dtype=torch.long), self.config.ratio))
+                    yield PassageSlots(*mean_pool_slots(real, torch.ones(length, dtype=torch.long), self.config.ratio))
 
         return encode_in_batches(owners, [len(ids) for ids in read], batch_tokens, rows)
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
-from ctx_compress_rag.methods.base.compressor import Compressor, SlotBatch, TokenizedPassage
+from ctx_compress_rag.methods.base.compressor import Compressor, PassageSlots, SlotBatch, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
@@ -20,7 +20,6 @@ from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.models.sentence_embedding import PACKAGED
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.sentences import split_units
 from ctx_compress_rag.text.tokenizing import text_parts
 
@@ -189,13 +188,13 @@ class SentenceSlotsCompressor(Compressor):
 
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[SoftContext]:
+    ) -> list[PassageSlots]:
         longest = min(self.encoder.model.max_seq_length or window, window)
         return self._encoded(passages, ratio, window, max(1, batch_tokens // longest))
 
     def _encoded(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_size: int
-    ) -> list[SoftContext]:
+    ) -> list[PassageSlots]:
         unit, language = self.config.unit, self.config.language
         limit = ratio if unit == "tokens" else window
         done = [
@@ -204,7 +203,7 @@ class SentenceSlotsCompressor(Compressor):
         ]
         vectors = self.encoder.encode([unit.text for units in done for unit in units], batch_size)
         return [
-            SoftContext(slots, torch.tensor([unit.tokens for unit in units]))
+            PassageSlots(slots, torch.tensor([unit.tokens for unit in units]))
             for slots, units in zip(vectors.split([len(units) for units in done]), done, strict=True)
         ]
 

@@ -21,7 +21,6 @@ from itertools import groupby
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import ConfigError, PayloadError
@@ -122,7 +121,7 @@ def check_codec(name: str) -> str:
 def encode_soft_context(soft: SoftContext, codec: str = DEFAULT_CODEC) -> str:
     """Return a SoftContext as text, by a codec of `CODECS`; raise PayloadError if empty, NaN or too large."""
     packer = CODECS[check_codec(codec)]
-    slots: Floats = soft.slots.detach().to("cpu", torch.float32).numpy()
+    slots = soft.slots
     if not slots.size:
         raise PayloadError(f"a soft context of shape {slots.shape} has nothing to store")
     if not np.isfinite(slots).all():
@@ -160,7 +159,7 @@ def decode_soft_context(payload: str) -> SoftContext:
     if not np.isfinite(slots).all():
         raise PayloadError("the payload holds NaN or infinite values")
     counts = np.repeat(*(np.array(column, np.int64) for column in zip(*runs, strict=True)))
-    return SoftContext(torch.from_numpy(slots), torch.from_numpy(counts))
+    return SoftContext(slots, counts)
 
 
 def payload_bytes(payload: str) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ctx_compress_rag.models.sentence_embedding import embed_passages
@@ -29,12 +28,12 @@ def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
 
 def pack_sentence_vectors(vectors: Vectors) -> str:
     """Return vectors (units, 384) as text for a record, in 8 bits. The error of a cosine is below 0.01."""
-    return encode_soft_context(SoftContext(torch.from_numpy(vectors), torch.ones(len(vectors), dtype=torch.int64)))
+    return encode_soft_context(SoftContext(vectors, np.ones(len(vectors), np.int64)))
 
 
 def unpack_sentence_vectors(packed: str, count: int) -> Vectors | None:
     """Return vectors (count, 384), or None if `packed` is "" or has another number; PayloadError if it is damaged."""
     if not packed:
         return None
-    vectors: Vectors = decode_soft_context(packed).slots.numpy()
+    vectors = decode_soft_context(packed).slots
     return vectors if len(vectors) == count else None

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.text.tokenizing import bos_token_id, replace_surrogates, text_ids, text_parts, text_tokens
@@ -102,16 +102,16 @@ class PromptTokenizer:
         """Return `as_text(text)` between two cuts, so that in a raw prompt no control token crosses its ends."""
         return f"{self._cut}{self.as_text(text)}{self._cut}"
 
-    def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[Tensor]:
-        """Return the token ids of the text around the holes, one int64 tensor (maybe empty) for each part.
+    def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[NDArray[np.int64]]:
+        """Return the token ids of the text around the holes, one int64 array (maybe empty) for each part.
 
         `add_special_tokens` lets the tokenizer add its BOS. Leave it False if a chat template has added BOS. Raises
         CtxCompressError for a tokenizer that drops or merges special tokens.
         """
         joined = replace_surrogates(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        ids = torch.tensor([id for id in encoded if id != self._cut_id], dtype=torch.long)
-        holes = (ids == self._hole_id).nonzero().flatten().tolist()
+        ids = np.array([id for id in encoded if id != self._cut_id], np.int64)
+        holes = np.flatnonzero(ids == self._hole_id).tolist()
         if len(holes) != len(parts) - 1:
             raise CtxCompressError(
                 f"the tokenizer kept {len(holes)} of {len(parts) - 1} places for soft contexts; "

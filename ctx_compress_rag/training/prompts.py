@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ctx_compress_rag.data.examples import Example
@@ -86,10 +88,10 @@ class TrainingPromptBuilder:
                 return text.removeprefix(self.tokenizer.eos_token or "")
         return chat_text(self.tokenizer, asked).removeprefix(self.tokenizer.bos_token or "")
 
-    def _answer_ids(self, answer: str) -> Tensor:
+    def _answer_ids(self, answer: str) -> NDArray[np.int64]:
         end = self.tokenizer.eos_token_id
         ids = answer_ids(self.tokenizer, answer) + ([] if end is None else [end])
-        return torch.tensor(ids[: self.max_answer_tokens], dtype=torch.long)
+        return np.array(ids[: self.max_answer_tokens], np.int64)
 
     def text_prompt(self, example: Example, template: str, passages: Sequence[str] | None = None) -> Prompt:
         """Return the example as a prompt with its passages as text, or with `passages` in their place."""
@@ -105,12 +107,14 @@ class TrainingPromptBuilder:
         parts = (first + self.answer_prefix).split(self.HOLE)
         return self._with_answers(example, self._prompt_tokenizer.encode(parts), later)
 
-    def _with_answers(self, example: Example, first: Sequence[Tensor], later: Sequence[str]) -> PromptTemplate:
+    def _with_answers(
+        self, example: Example, first: Sequence[NDArray[np.int64]], later: Sequence[str]
+    ) -> PromptTemplate:
         """Join all turns: the tokens around holes before the first answer, all answers, and the texts between them."""
         *before, last = first
         texts = [last, *(self._prompt_tokenizer.encode([text])[0] for text in later)]
         answers = [self._answer_ids(turn.answers[0]) for turn in example.turns]
         end = [part for pair in zip(texts, answers, strict=True) for part in pair]
-        flags = [torch.full(part.shape, bool(place % 2)) for place, part in enumerate(end)]
+        flags = [np.full(part.shape, bool(place % 2)) for place, part in enumerate(end)]
         holed = PromptTemplate.without_answers(before)
-        return PromptTemplate((*holed.ids, torch.cat(end)), (*holed.answers, torch.cat(flags)))
+        return PromptTemplate((*holed.ids, np.concatenate(end)), (*holed.answers, np.concatenate(flags)))

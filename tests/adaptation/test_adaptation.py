@@ -159,7 +159,8 @@ def test_soft_contexts_are_read_with_the_update(bundle: Any, tmp_path: Path) -> 
         adapter = random_adapter(bundle.backbone.model, 4, seed=17)
         changed = adapted_decoder(decoder, adapter)
         [prompt] = decoder.preparer.prepare(marked[1:2])
-        embedded = torch.cat([p if p.is_floating_point() else bundle.backbone.embeddings(p) for p in prompt.pieces])
+        embed = bundle.backbone.embeddings
+        embedded = torch.cat([embed(torch.as_tensor(p)) if p.ndim == 1 else p for p in prompt.pieces])
         batch = splice_prompts(bundle.backbone.inputs, [prompt])
         with torch.no_grad(), cast(Bundle, changed.bundle).soft_decoder(batch.slot_mask) as model:
             ours = model(**batch.model_inputs()).logits

@@ -218,7 +218,7 @@ def test_a_fitted_reader_gives_nearly_the_tokens_own_embeddings(tiny_tokenizer: 
     ids = [bundle.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     embeddings = bundle.backbone.embeddings(torch.tensor([token for row in ids for token in row])).double().numpy()
     softs = bundle.compress(texts, 1)
-    slots = torch.cat([soft.slots for soft in softs]).double().numpy()
+    slots = np.concatenate([soft.slots for soft in softs]).astype(np.float64)
 
     def error(made: np.ndarray) -> float:
         return float(((made - embeddings) ** 2).mean() / embeddings.var())

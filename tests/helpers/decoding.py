@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import chromadb
+import numpy as np
 import torch
 from torch import Tensor
 
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
-from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.prompt import Prompt, is_vectors
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.record import record_id
 
@@ -48,8 +49,8 @@ def prompts_of(store: SoftContextStore) -> list[Any]:
 
 def prompt_of(*pieces: Tensor) -> Prompt:
     """A prompt without answers, in which all vectors are slots."""
-    flags = torch.zeros(sum(map(len, pieces)), dtype=torch.bool)
-    return Prompt(pieces, flags, side="reader" if any(map(torch.is_floating_point, pieces)) else "text")
+    flags = np.zeros(sum(map(len, pieces)), bool)
+    return Prompt(pieces, flags, side="reader" if any(map(is_vectors, pieces)) else "text")
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

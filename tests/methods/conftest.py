@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,8 +30,8 @@ def make(make_tiny_bundle: Any, encoder: Path) -> Callable[[str, str], Bundle]:
             for weight_name, weight in bundle.backbone.own_state().items():
                 if ".layers." in weight_name and weight.ndim == 2:
                     weight.mul_(15)
-            slots = torch.cat([soft.slots for soft in bundle.compress(PASSAGES)])
-            bundle.reader.initialize(float(slots.pow(2).mean().sqrt()))
+            slots = np.concatenate([soft.slots for soft in bundle.compress(PASSAGES)])
+            bundle.reader.initialize(float(np.sqrt((slots**2).mean())))
             for parameter in trained(bundle):
                 parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.ndim > 1 else 0.02))
         return bundle

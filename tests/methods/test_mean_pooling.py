@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,7 +143,7 @@ def test_an_untrained_slot_is_the_mean_of_its_embeddings(make_tiny_bundle: Any) 
         made = make_tiny_bundle(**method)
         ids = made.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
         [soft] = made.compress(TEXTS[:1])
-        torch.testing.assert_close(soft.slots, means(made.backbone.embeddings(torch.tensor(ids))))
+        np.testing.assert_allclose(soft.slots, means(made.backbone.embeddings(torch.tensor(ids))), atol=1e-6)
     assert made.compressor.trained_parameters() == []
 
 
@@ -201,9 +202,9 @@ def test_merging_equals_compressing_at_the_coarser_ratio(bundle: Any, lengths: l
     base = compress_ids(bundle.compressor, passages, 4)
     coarse = compress_ids(bundle.compressor, passages, 4 * factor)
     for fine, expected in zip(base, coarse, strict=True):
-        merged = fine.merge(factor)
-        assert torch.equal(merged.token_counts, expected.token_counts)
-        torch.testing.assert_close(merged.slots, expected.slots, atol=1e-4, rtol=1e-4)
+        merged = fine.soft_context().merge(factor)
+        assert merged.token_counts.tolist() == expected.token_counts.tolist()
+        np.testing.assert_allclose(merged.slots, expected.slots, atol=1e-4, rtol=1e-4)
 
 
 def test_long_passages_are_compressed_window_by_window(bundle: Any) -> None:
@@ -212,7 +213,7 @@ def test_long_passages_are_compressed_window_by_window(bundle: Any) -> None:
     assert len(ids) > 2 * window and len(ids) % window
     [soft] = bundle.compress([TEXTS[2]])
     parts = [compress_ids(bundle.compressor, [ids[i : i + window]], 4)[0] for i in range(0, len(ids), window)]
-    torch.testing.assert_close(soft.slots, torch.cat([part.slots for part in parts]), atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(soft.slots, torch.cat([part.slots for part in parts]), atol=1e-4, rtol=1e-4)
     assert soft.n_tokens == len(ids)
 
 

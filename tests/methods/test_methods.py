@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def test_a_saved_bundle_is_the_same(bundle: Bundle, tmp_path: Path) -> None:
     for mine, theirs in zip(trained(bundle), trained(loaded), strict=True):
         assert torch.equal(mine, theirs)
     for one, other in zip(bundle.compress(PASSAGES), loaded.compress(PASSAGES), strict=True):
-        assert torch.equal(one.slots, other.slots) and torch.equal(one.token_counts, other.token_counts)
+        assert np.array_equal(one.slots, other.slots) and np.array_equal(one.token_counts, other.token_counts)
         assert torch.equal(bundle.embed(one), loaded.embed(other))
 
 
@@ -95,7 +96,7 @@ def test_a_batch_is_compressed_as_each_passage_alone_and_in_training_as_for_a_st
         for in_training, stored, passage in zip(slots.rows(), together, passages, strict=True):
             [alone] = bundle.compress([passage.text], ratio)
             assert_same(stored, alone, 1e-4)
-            assert_same(in_training, alone, 1e-4)
+            assert_same(in_training.soft_context(), alone, 1e-4)
             assert stored.n_tokens == len(passage.ids)
             assert bool((stored.token_counts > 0).all())
 
@@ -109,7 +110,7 @@ def plain_answer(decoder: Decoder, chat: list[dict[str, str]]) -> tuple[str, int
     bundle, [prompt] = cast(Bundle, decoder.bundle), decoder.preparer.prepare([chat])
     said: list[int] = []
     for _ in range(TOKENS):
-        batch = splice_prompts(bundle.backbone.inputs, [prompt.then(torch.tensor(said, dtype=torch.long))])
+        batch = splice_prompts(bundle.backbone.inputs, [prompt.then(said)])
         with torch.no_grad(), bundle.soft_decoder(batch.slot_mask) as model:
             best = int(model(**batch.model_inputs(), use_cache=False).logits[0, -1].argmax())
         if best == bundle.tokenizer.eos_token_id:
@@ -273,7 +274,7 @@ def test_a_method_from_outside_is_trained_saved_loaded_stored_and_asked(
     assert gain != 1.0
     [soft] = bundle.compress(PASSAGES[:1])
     ids = bundle.tokenizer(PASSAGES[0], add_special_tokens=False)["input_ids"]
-    torch.testing.assert_close(soft.slots, gain * bundle.backbone.embeddings.weight.detach()[ids[::4]])
+    np.testing.assert_allclose(soft.slots, gain * bundle.backbone.embeddings.weight.detach()[ids[::4]], atol=1e-6)
     store = SoftContextStore(str(tmp_path / "chroma"), bundle)
     decoder = Decoder(bundle, store)
     [answer] = decoder.generate([f"{mark_texts(store, PASSAGES[:1])[0]} Who built the harbour?"])

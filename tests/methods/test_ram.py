@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
@@ -342,7 +343,9 @@ def test_every_budget_is_what_close_reading_takes(bundle: Bundle) -> None:
 
 
 def part(n: int, slots: int) -> TransientPart:
-    return TransientPart(f"passage {n}", SoftContext(torch.zeros(slots, 2), torch.ones(slots).long()), (str(n),))
+    return TransientPart(
+        f"passage {n}", SoftContext(np.zeros((slots, 2), np.float32), np.ones(slots, np.int64)), (str(n),)
+    )
 
 
 @given(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -19,6 +20,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import BundleError, ConfigError, MissingExtraError
+from ctx_compress_rag.methods.base.compressor import PassageSlots, mean_pool_slots
 from ctx_compress_rag.models import gguf as gguf_module
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.fair_lock import FairLock
@@ -27,7 +29,6 @@ from ctx_compress_rag.models.identity import decoder_digest_in_memory, file_sha2
 from ctx_compress_rag.models.int8 import weights_from_int8, weights_to_int8
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.models.transformers_internals import cut_kv_cache, join_kv_caches
-from ctx_compress_rag.soft_context import SoftContext, mean_pool_slots
 from helpers.decoding import WAIT, wait_for
 from helpers.gguf import write_gguf
 from helpers.models import tiny_config, tiny_llama
@@ -181,8 +182,8 @@ def test_sums_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
     assert pooled.dtype == dtype and counts.tolist() == [128, 128]
     expected = vectors.to(dtype).double().unflatten(0, (2, 128)).mean(1)
     torch.testing.assert_close(pooled.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
-    merged = SoftContext(pooled, counts).merge(2)
-    torch.testing.assert_close(merged.slots.double(), expected.mean(0, keepdim=True), rtol=0.01, atol=0)
+    merged = PassageSlots(pooled, counts).soft_context().merge(2)
+    np.testing.assert_allclose(merged.slots, expected.mean(0, keepdim=True), rtol=0.01)
 
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)

@@ -6,7 +6,6 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -28,14 +27,14 @@ def to_text(raw: bytes) -> str:
 
 
 def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
-    return SoftContext(torch.from_numpy(slots), torch.tensor(counts or [4] * len(slots)))
+    return SoftContext(slots, np.array(counts or [4] * len(slots)))
 
 
 @settings(deadline=None)
 @given(matrices(float(np.float32(3e38))))
 def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
     """Its own: channels with outliers do not drown the others."""
-    back = decode_soft_context(encode_soft_context(context(slots), "int8")).slots.numpy().astype(np.float64)
+    back = decode_soft_context(encode_soft_context(context(slots), "int8")).slots.astype(np.float64)
     column = np.abs(slots.astype(np.float64)).max(axis=0)
     # Half a step of a scale at most 2**(1/8) above max/127; nothing is promised 2**31 below the largest column.
     step = np.maximum(column, column.max() * 2.0**-31) / 127 * 2**0.125
@@ -45,7 +44,7 @@ def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
 @settings(deadline=None)
 @given(matrices(65504.0))
 def test_fp16_equals_numpy_half(slots: np.ndarray) -> None:
-    back = decode_soft_context(encode_soft_context(context(slots), "fp16")).slots.numpy()
+    back = decode_soft_context(encode_soft_context(context(slots), "fp16")).slots
     np.testing.assert_array_equal(back, slots.astype(np.float16).astype(np.float32))
 
 
@@ -54,15 +53,7 @@ def test_fp16_equals_numpy_half(slots: np.ndarray) -> None:
 def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
     back = decode_soft_context(encode_soft_context(context(np.ones((len(counts), 2), np.float32), counts), codec))
     assert back.token_counts.tolist() == counts
-    assert back.token_counts.dtype == torch.int64
-
-
-@pytest.mark.parametrize("codec", sorted(CODECS))
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_any_float_type_is_taken(codec: str, dtype: torch.dtype) -> None:
-    slots = torch.linspace(-2, 2, 12, requires_grad=True).reshape(3, 4).to(dtype)
-    back = decode_soft_context(encode_soft_context(SoftContext(slots, torch.tensor([4, 4, 1])), codec))
-    torch.testing.assert_close(back.slots, slots.detach().float(), atol=0.2, rtol=0)
+    assert back.token_counts.dtype == np.int64
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -78,9 +69,7 @@ def test_fp16_overflow_is_refused_and_int8_takes_it() -> None:
     slots = np.full((2, 3), 65505.0, np.float32)
     with pytest.raises(PayloadError, match=r"65504.*int8"):
         encode_soft_context(context(slots), "fp16")
-    assert (
-        np.abs(decode_soft_context(encode_soft_context(context(slots), "int8")).slots.numpy() / slots - 1).max() < 0.01
-    )
+    assert np.abs(decode_soft_context(encode_soft_context(context(slots), "int8")).slots / slots - 1).max() < 0.01
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -114,7 +103,7 @@ def test_what_another_program_wrote_is_checked(second: int, value: float, named:
 @pytest.mark.parametrize("count", [-1, 2**32])
 def test_a_count_of_tokens_that_no_slot_has_is_refused(count: int) -> None:
     with pytest.raises(PayloadError, match=f"{count} tokens"):
-        encode_soft_context(SoftContext(torch.ones(2, 3), torch.tensor([4, count])))
+        encode_soft_context(SoftContext(np.ones((2, 3), np.float32), np.array([4, count])))
 
 
 def test_unknown_codec_names_the_choices() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import chromadb
+import numpy as np
 import pytest
-import torch
 from chromadb.errors import ChromaAuthError
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
@@ -255,7 +255,7 @@ class BrokenBundle(WordBundle):
         softs = super().compress(texts, ratio)
         for text, soft in zip(texts, softs, strict=True):
             if "nan" in text.split():
-                soft.slots[0, 0] = torch.nan
+                soft.slots[0, 0] = np.nan
         return softs
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError, DecoderMemoryError, needs
-from ctx_compress_rag.prompt import Prompt
+from ctx_compress_rag.prompt import Prompt, is_vectors
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class LlamaCppContext:
     def check(self, prompt: Prompt) -> None:
         """Raise ConfigError for slots of another width, and for tokens that are not in the vocabulary."""
         for piece in prompt.pieces:
-            if piece.is_floating_point():
-                if piece.ndim != 2 or piece.shape[1] != self._dim:
+            if is_vectors(piece):
+                if piece.shape[1] != self._dim:
                     raise ConfigError(f"slots of shape {tuple(piece.shape)} do not fit a decoder of width {self._dim}")
             elif len(piece) and not (piece.min() >= 0 and piece.max() < self._vocabulary):
                 raise ConfigError(f"a token is not one of the decoder's {self._vocabulary}")
@@ -143,13 +143,13 @@ class LlamaCppContext:
         self._llama.llama_model_meta_val_str(self._model, field.encode(), text, len(text))
         return str(text.value.decode(errors="replace"))
 
-    def _vectors(self, piece: Tensor) -> Any:
+    def _vectors(self, piece: Any) -> Any:
         """Return a piece of a prompt in llama.cpp's form of embeddings, float32 (length, dim)."""
         import gguf
 
-        if piece.is_floating_point():
-            return piece.float().cpu().numpy() * np.float32(self._vector_scale)
-        rows = gguf.quants.dequantize(self._table.data[piece.numpy()], self._table.tensor_type)
+        if is_vectors(piece):
+            return np.asarray(piece, np.float32) * np.float32(self._vector_scale)
+        rows = gguf.quants.dequantize(self._table.data[np.asarray(piece)], self._table.tensor_type)
         return rows.astype(np.float32).reshape(len(piece), self._dim) * np.float32(self._row_scale)
 
     def _reuse(self, number: int, prompt: Prompt) -> int:
@@ -191,4 +191,4 @@ class LlamaCppContext:
 
 def _beginning(prompt: Prompt) -> list[int]:
     first = prompt.pieces[0]
-    return [] if first.is_floating_point() else first[:_KEPT].tolist()
+    return [] if is_vectors(first) else first[:_KEPT].tolist()

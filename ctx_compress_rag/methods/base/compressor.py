@@ -24,6 +24,16 @@ from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.tokenizing import bos_token_id, length_batches
 
 
+class PassageSlots(NamedTuple):
+    """The slots of one passage, as a compressor makes them, with gradients in training."""
+
+    slots: Tensor  # (slots, dim)
+    token_counts: Tensor  # source tokens per slot: int64 (slots,)
+
+    def soft_context(self) -> SoftContext:
+        return SoftContext(self.slots.float().cpu().numpy(), self.token_counts.cpu().numpy())
+
+
 class SlotBatch(NamedTuple):
     """The slots of a batch of passages."""
 
@@ -31,16 +41,16 @@ class SlotBatch(NamedTuple):
     token_counts: Tensor  # source tokens per slot: (batch, slots), with 0 at padding
 
     @classmethod
-    def of(cls, rows: Sequence[SoftContext], device: torch.device | None = None) -> Self:
+    def of(cls, rows: Sequence[PassageSlots], device: torch.device | None = None) -> Self:
         """Pad the slots of passages into one batch on `device` (None keeps their own device); keep gradients."""
         slots = nn.utils.rnn.pad_sequence([row.slots for row in rows], batch_first=True)
         counts = nn.utils.rnn.pad_sequence([row.token_counts for row in rows], batch_first=True)
         return cls(slots.to(device), counts.to(device))
 
-    def rows(self) -> list[SoftContext]:
-        """Return a SoftContext for each passage, without padding; keep gradients."""
+    def rows(self) -> list[PassageSlots]:
+        """Return each passage's slots, without padding; keep gradients."""
         return [
-            SoftContext(slots[counts > 0], counts[counts > 0])
+            PassageSlots(slots[counts > 0], counts[counts > 0])
             for slots, counts in zip(self.slots, self.token_counts, strict=True)
         ]
 
@@ -86,8 +96,8 @@ class Compressor(MethodPart, PassageRenderer):
     @abstractmethod
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[SoftContext]:
-        """Return the soft contexts, for a store, of passages of any length: float32, on the CPU, in order.
+    ) -> list[PassageSlots]:
+        """Return the slots, for a store, of passages of any length: float32, on the CPU, in order.
 
         Args:
             passages: the passages, none empty.
@@ -128,14 +138,34 @@ class TokenCompressor(Compressor):
     @torch.inference_mode()
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[SoftContext]:
+    ) -> list[PassageSlots]:
         owners, pieces = token_windows([passage.ids for passage in passages], window)
 
-        def rows(batch: list[int]) -> list[SoftContext]:
+        def rows(batch: list[int]) -> list[PassageSlots]:
             compressed = self.encode(*pad_token_ids([pieces[i] for i in batch], self.backbone.device), [ratio])[ratio]
             return SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
 
         return encode_in_batches(owners, [len(ids) for ids in pieces], batch_tokens, rows)
+
+
+def mean_pool_slots(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Return the weighted mean and the weight of each window of vectors (Simple Context Compression, eq. 3-4).
+
+    Windows do not overlap. Positions of weight 0 (padding) do not count. A window of only padding gives a zero
+    vector of weight 0. Sums are at least float32, because in float16 sums over 128 tokens overflow.
+
+    Shape: vectors (..., L, D), weights (..., L) -> (..., ceil(L / window), D), (..., ceil(L / window))
+    """
+    length = vectors.shape[-2]
+    blocks = -(-length // window)
+    padding = blocks * window - length
+    dtype = vectors.dtype
+    wide = vectors.to(torch.promote_types(dtype, torch.float32))
+    wide = torch.nn.functional.pad(wide * weights.unsqueeze(-1), (0, 0, 0, padding))
+    weights = torch.nn.functional.pad(weights, (0, padding))
+    sums = wide.unflatten(-2, (blocks, window)).sum(-2)
+    counts = weights.unflatten(-1, (blocks, window)).sum(-1)
+    return (sums / counts.clamp(min=1).unsqueeze(-1)).to(dtype), counts
 
 
 def token_windows(passages: Sequence[Sequence[int]], window: int) -> tuple[list[int], list[Sequence[int]]]:
@@ -144,10 +174,10 @@ def token_windows(passages: Sequence[Sequence[int]], window: int) -> tuple[list[
     return [i for i, _ in starts], [passages[i][start : start + window] for i, start in starts]
 
 
-def join_slots(passages: Sequence[int], pieces: Sequence[SoftContext]) -> list[SoftContext]:
+def join_slots(passages: Sequence[int], pieces: Sequence[PassageSlots]) -> list[PassageSlots]:
     """Join the slots of consecutive pieces of one passage; `passages` has the passage index of each piece."""
     return [
-        SoftContext(torch.cat([piece.slots for _, piece in own]), torch.cat([piece.token_counts for _, piece in own]))
+        PassageSlots(torch.cat([piece.slots for _, piece in own]), torch.cat([piece.token_counts for _, piece in own]))
         for _, group in groupby(zip(passages, pieces, strict=True), key=itemgetter(0))
         for own in [list(group)]
     ]
@@ -157,8 +187,8 @@ def encode_in_batches(
     passages: Sequence[int],
     lengths: Sequence[int],
     batch_tokens: int,
-    encode: Callable[[list[int]], Iterable[SoftContext]],
-) -> list[SoftContext]:
+    encode: Callable[[list[int]], Iterable[PassageSlots]],
+) -> list[PassageSlots]:
     """Encode pieces of passages in batches of similar length, and join the slots of each passage's pieces.
 
     `passages` has the passage index of each piece, and `lengths` its number of tokens. A batch has at most

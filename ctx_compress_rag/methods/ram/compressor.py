@@ -120,7 +120,9 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         softs = slots_of_runs(vectors, torch.tensor([len(segment) for segment in segments]), layouts)
         parts = [
             TransientPart(
-                passage.text_of(run), soft, (question, str(reduction), passage.text, *map(str, passage.span(run)))
+                passage.text_of(run),
+                soft.soft_context(),
+                (question, str(reduction), passage.text, *map(str, passage.span(run))),
             )
             for (passage, run), soft in zip(runs, softs, strict=True)
         ]
@@ -256,4 +258,4 @@ def _representations(
                 f"passage {id!r} is now cut into {len(passage.ids)} segments, unlike when it was stored: its text or "
                 "the decoder's tokenizer changed since; delete the passage from the store and add it again"
             )
-    return torch.cat([soft.slots for soft in stored if soft is not None])
+    return torch.cat([torch.from_numpy(soft.slots) for soft in stored if soft is not None])

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.methods.base.compressor import PassageSlots
 from ctx_compress_rag.text.tokenizing import text_tokens
 
 # Thai to Burmese and Khmer, kana, Han and its extensions.
@@ -93,14 +93,14 @@ def segment_runs(passages: Sequence[RamSegments], kept: Sequence[bool]) -> list[
     return done
 
 
-def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[SegmentRun]]) -> list[SoftContext]:
+def slots_of_runs(vectors: Tensor, counts: Tensor, layouts: Sequence[Sequence[SegmentRun]]) -> list[PassageSlots]:
     """Return each skimmed run's slots, in order (empty if those segments are dropped); `layouts` is of `segment_runs`.
 
     Shape: (skimmed segments, dim) or (0, dim), source tokens of each (skimmed segments,)
     """
     sizes = [run.end - run.start if len(vectors) else 0 for runs in layouts for run in runs if not run.kept]
     pairs = zip(vectors.split(sizes), counts[: len(vectors)].split(sizes), strict=True)
-    return [SoftContext(slots, tokens) for slots, tokens in pairs]
+    return [PassageSlots(slots, tokens) for slots, tokens in pairs]
 
 
 def passages_with_holes(

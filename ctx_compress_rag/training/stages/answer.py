@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -135,14 +136,14 @@ class NextTokenCollator:
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         bos = bos_token_id(self.tokenizer)
-        before = torch.tensor([] if bos is None else [bos], dtype=torch.long)
+        before = np.array([] if bos is None else [bos], np.int64)
         passages: dict[str, TokenizedPassage] = {}
         prompts: list[PromptTemplate] = []
         places: list[list[int]] = []
         for example in examples:
             context, continuation = self._cut(PASSAGE_SEPARATOR.join(example.passages))
-            masks = (torch.zeros_like(before).bool(), torch.ones_like(continuation).bool())
-            prompts.append(PromptTemplate((before, continuation), masks))
+            masks = np.zeros(len(before), bool), np.ones(len(continuation), bool)
+            prompts.append(PromptTemplate((before, continuation.numpy()), masks))
             text = self.tokenizer.decode(context)
             passages.setdefault(text, TokenizedPassage(text, context.tolist()))
             places.append([list(passages).index(text)])

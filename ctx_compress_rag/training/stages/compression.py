@@ -223,7 +223,7 @@ def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundl
     if backbone.window is not None and recipe.window > backbone.window:
         raise ConfigError(f"window {recipe.window} is longer than the decoder's {backbone.window} positions: lower it")
     bundle = Bundle.build(config, backbone, teacher=recipe.teacher)
-    slots = [soft.slots for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
+    slots = [torch.from_numpy(soft.slots) for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
     bundle.reader.initialize(float(torch.cat(slots).pow(2).mean().sqrt()))
     return bundle
 

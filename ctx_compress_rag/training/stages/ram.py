@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError, DataError
-from ctx_compress_rag.methods.base.compressor import SlotBatch, pad_token_ids
+from ctx_compress_rag.methods.base.compressor import PassageSlots, SlotBatch, pad_token_ids
 from ctx_compress_rag.methods.ram.compressor import RamCompressor, segment_means, segment_relevance
 from ctx_compress_rag.methods.ram.segments import RamSegments, passages_with_holes, segment_runs, slots_of_runs
-from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
@@ -97,7 +96,7 @@ class RamLoss(BatchMeanLoss, SlotObjective):
         hidden = self.ram.read(ids, mask)
         means, counts = segment_means(hidden, mask), mask.sum(1)
         first = list(accumulate((len(passage.ids) for passage in passages), initial=0))
-        prompts, softs, contrast = TrainingBatch([], []), list[SoftContext](), list[Tensor]()
+        prompts, softs, contrast = TrainingBatch([], []), list[PassageSlots](), list[Tensor]()
         question_ids, question_mask = pad_token_ids([row.question for row in rows], self.bundle.backbone.device)
         questions = segment_means(self.ram.read(question_ids, question_mask), question_mask)  # r_q of each
         for row, question in zip(rows, questions, strict=True):
@@ -125,7 +124,7 @@ class RamLoss(BatchMeanLoss, SlotObjective):
         positive = torch.tensor(positives, device=log_p.device)
         return -log_p[positive].sum() / max(1, int(positive.sum()))
 
-    def _likelihood(self, prompts: TrainingBatch, softs: Sequence[SoftContext]) -> Tensor:
+    def _likelihood(self, prompts: TrainingBatch, softs: Sequence[PassageSlots]) -> Tensor:
         """Return L_nll (eq. 7), averaged over each answer's tokens and summed over questions."""
         logits, targets = self.answer_logits(prompts, SlotBatch.of(softs))
         lengths = prompts.answer_lengths()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -257,8 +258,8 @@ class _Filling:
         room = encoded_at is not None or self.passages.fits(*(len(self.before) + len(ids) for ids in passages))
         if not room or not self.prompts.fits(prompt.length):
             return False
-        start = self.prompts.add(prompt.ids(), prompt.answers, kind)
-        self.places.append(start + prompt.vector_mask().nonzero().flatten())
+        start = self.prompts.add(torch.from_numpy(prompt.ids()), torch.from_numpy(prompt.answers), kind)
+        self.places.append(start + torch.from_numpy(np.flatnonzero(prompt.vector_mask())))
         for passage in passages:
             first = encoded_at
             if first is None:

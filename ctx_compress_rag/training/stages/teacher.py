@@ -88,7 +88,7 @@ class TextCollator(ExampleCollator):
             texts = [text for text, _ in self.builder.shortened(example.passages, self.max_context_tokens)]
             prompts.append(self.builder.text_prompt(example, template, texts))
         ids, mask = pad_token_ids([prompt.ids().tolist() for prompt in prompts], torch.device("cpu"))
-        answers = nn.utils.rnn.pad_sequence([prompt.answers for prompt in prompts], batch_first=True)
+        answers = nn.utils.rnn.pad_sequence([torch.from_numpy(prompt.answers) for prompt in prompts], batch_first=True)
         return {"input_ids": ids, "attention_mask": mask, "answers": answers}
 
 
@@ -132,7 +132,7 @@ class PackedTextData:
             example = self.examples[place % len(self.examples)]
             prompt = self.builder.text_prompt(example, draw_prompt_template(data.templates, example, self.recipe.seed))
             if packer.fits(prompt.length):
-                packer.add(prompt.ids(), prompt.answers)
+                packer.add(torch.from_numpy(prompt.ids()), torch.from_numpy(prompt.answers))
         return packer.packed()
 
 
