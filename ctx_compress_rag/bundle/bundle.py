@@ -209,7 +209,7 @@ class Bundle(PlainDecoder):
         return {name: part for name, part in shares.items() if part and name in self.backbone.adapters}
 
     @property
-    def sides(self) -> tuple[Side, ...]:
+    def sides(self) -> tuple[Side, ...]:  # type: ignore[override]
         """The sides that the bundle has; without "blend", the reader also reads slots with text beside them."""
         return ("text", "reader", "blend") if self.config.reader_share < 1 else ("text", "reader")
 

@@ -14,11 +14,15 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import decoder_weights_digest
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.process_bound import ProcessBound
+from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 
 
 class PlainDecoder(ProcessBound):
     """A causal LM and its tokenizer, without compressor and reader; the base class of `Bundle`."""
+
+    config: Any = None  # of a bundle
+    sides: tuple[Side, ...] = ()  # of a bundle
 
     def __init__(
         self,
@@ -47,6 +51,16 @@ class PlainDecoder(ProcessBound):
     def positions(self, slots: int) -> int:
         """Return how many positions of a prompt a passage of so many slots takes."""
         return slots
+
+    @property
+    def window(self) -> int | None:
+        """The most positions of a prompt and its answer; None if the decoder has no limit."""
+        return self.backbone.window
+
+    @property
+    def generation_config(self) -> Any:
+        """The decoder's own settings of generation, in transformers' form."""
+        return self.backbone.generation_config
 
     @property
     def weights_digest(self) -> str:

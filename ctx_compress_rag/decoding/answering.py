@@ -1,16 +1,15 @@
 """Choose an answer's tokens one by one from a model's scores, and find where the answer's text ends."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+import numpy as np
 
 from ctx_compress_rag.decoding.logprobs import LogprobRecorder
 from ctx_compress_rag.decoding.quoting import QuoteFilter
 from ctx_compress_rag.decoding.sampling import FinishReason, Generation, Sampling
-from ctx_compress_rag.decoding.settings import generation_processors, generation_settings
+from ctx_compress_rag.decoding.settings import Filter, Scores, generation_filters, generation_settings
 from ctx_compress_rag.decoding.structured import JsonFilter
 from ctx_compress_rag.prompt import Prompt
 
@@ -19,8 +18,6 @@ _COLDEST = 1e-6
 
 Scores that are divided by a much smaller number would all become infinite.
 """
-Filter = Callable[[Sequence[int], Tensor], Tensor]
-"""A function of an answer's ids so far and the scores (vocabulary,) of its next token, which returns new scores."""
 
 
 class GrowingAnswer:
@@ -37,7 +34,6 @@ class GrowingAnswer:
         tokenizer: Any,
         settings: Any,
         window: int | None,
-        device: torch.device | str = "cpu",
         on_text: Callable[[str], object] | None = None,
     ) -> None:
         self.ids: list[int] = []  # end token included
@@ -52,7 +48,7 @@ class GrowingAnswer:
         self._prompt = prompt
         self._text = _Text(tokenizer)
         self._recorder = LogprobRecorder(tokenizer, sampling.top_logprobs) if sampling.logprobs else None
-        self._filters = [_of_transformers(each) for each in generation_processors(own, self.end_ids, device)]
+        self._filters = generation_filters(own, self.end_ids)
         if sampling.json_schema is not None:
             self._filters.append(JsonFilter(sampling.json_schema, tokenizer, self.end_ids))
         if prompt.quotable is not None:
@@ -62,20 +58,20 @@ class GrowingAnswer:
         self._on_text = on_text
         self._sent = 0
 
-    def take(self, scores: Tensor, likeliest: int | None = None) -> Generation | None:
+    def take(self, scores: Any, likeliest: int | None = None) -> Generation | None:
         """Choose the next token by scores (vocabulary,); return the Generation if the token ends the answer, else None.
 
-        `likeliest` is the argmax of the scores, or None if the caller does not know it.
+        The scores are torch's or NumPy's. `likeliest` is their argmax, or None if the caller does not know it.
         """
         token = likeliest
         if token is None or self._filters:
-            changed = scores.float()
+            changed = _array(scores)
             for change in self._filters:
                 changed = change(self.ids, changed)
             token = int(changed.argmax())
         self.ids.append(token)
         if self._recorder is not None:
-            self._recorder.take(token, scores)
+            self._recorder.take(token, _array(scores))
         ended, full = token in self.end_ids, len(self.ids) >= self.limit
         read = self.ids[:-1] if ended else self.ids
         if not (ended or full):
@@ -131,36 +127,36 @@ class _Text:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def _array(scores: Any) -> Scores:
+    return scores if isinstance(scores, np.ndarray) else scores.float().cpu().numpy()
+
+
 def _sampling_filters(sampling: Sampling) -> list[Filter]:
     """Return the filters after which the likeliest token is a random sample, as `sampling` says."""
-    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.top_k > 0:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    generator = torch.Generator()
-    if sampling.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(sampling.seed)
+    temperature, most = np.float32(sampling.temperature), sampling.top_k
+    # With a generator of the answer's own, a seed gives the same answer on any device and in any batch.
+    random = np.random.default_rng(None if sampling.seed is None else sampling.seed % 2**64)
 
-    def noisy(ids: Sequence[int], scores: Tensor) -> Tensor:
-        # transformers samples with torch's global random state, which other threads use, too. With a generator of the
-        # answer's own, on the CPU, a seed gives the same answer on any device and in any batch.
-        noise = torch.empty(len(scores)).exponential_(generator=generator)
-        # -log of an exponential variable is Gumbel noise, with which argmax samples from softmax; the clamp keeps -inf
+    def noisy(ids: Sequence[int], scores: Scores) -> Scores:
+        # -log of an exponential variable is Gumbel noise, with which argmax samples from softmax; the limit keeps -inf
         # (excluded tokens) from becoming NaN.
-        return scores - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().to(scores.device)
+        noise = random.standard_exponential(len(scores), np.float32)
+        return scores - np.log(np.maximum(noise, np.finfo(np.float32).tiny))
 
-    return [*map(_of_transformers, warpers), noisy]
+    filters: list[Filter] = [lambda ids, scores: scores / temperature]
+    if most > 0:
+        filters.append(lambda ids, scores: np.where(scores < np.sort(scores)[-min(most, len(scores))], -np.inf, scores))
+    if sampling.top_p < 1:
+        filters.append(partial(_likeliest, sampling.top_p))
+    return [*filters, noisy]
 
 
-def _of_transformers(processor: LogitsProcessor) -> Filter:
-    """Return a filter that gives a logits processor of transformers the answer's ids, without the prompt's."""
-
-    def processed(ids: Sequence[int], scores: Tensor) -> Tensor:
-        rows: Any = torch.tensor([ids], dtype=torch.long, device=scores.device), scores.unsqueeze(0)
-        changed: Tensor = processor(*rows)[0]
-        return changed
-
-    return processed
+def _likeliest(share: float, ids: Sequence[int], scores: Scores) -> Scores:
+    """Keep the likeliest tokens, one at least, that together have a share of the probability."""
+    order = np.argsort(scores, kind="stable")
+    shares = np.exp(scores[order] - scores.max())
+    unlikely = np.cumsum(shares / shares.sum()) <= 1 - share
+    unlikely[-1] = False
+    changed = scores.copy()
+    changed[order[unlikely]] = -np.inf
+    return changed

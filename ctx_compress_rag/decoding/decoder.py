@@ -1,13 +1,13 @@
 """Answer prompts that have markers with a bundle's decoder, which one of several engines runs."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import Engine, EngineOptions
 from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
@@ -16,6 +16,10 @@ from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import OnUnreadable
 from ctx_compress_rag.strict import check_known_options, faults_raised_as
+
+if TYPE_CHECKING:  # they import torch
+    from ctx_compress_rag.bundle.exported import ExportedBundle
+    from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 
 _GREEDY = Sampling()
 _Pieces = SimpleQueue[str | Generation | BaseException]
@@ -32,7 +36,7 @@ class Decoder:
     weights for plain text. Several threads may use one Decoder. Calls from several threads share forward passes.
 
     Args:
-        bundle: the bundle, or a `PlainDecoder`, which reads no markers.
+        bundle: the bundle, exported for llama.cpp or not, or a `PlainDecoder`, which reads no markers.
         store: the store with the markers' passages; None reads markers as ordinary text.
         engine: what runs the decoder. "transformers" and "llama.cpp" run the decoder in this process. The address of a
             vLLM server (http://...) needs a server that was started as `ctx-compress export` says.
@@ -61,7 +65,7 @@ class Decoder:
 
     def __init__(
         self,
-        bundle: PlainDecoder,
+        bundle: PlainDecoder | ExportedBundle,
         store: SoftContextStore | None = None,
         *,
         engine: str = "transformers",
@@ -164,15 +168,17 @@ def check_engine_options(engine: str, given: Mapping[str, object]) -> EngineOpti
         return EngineOptions.model_validate(given)
 
 
-def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:
-    if is_server_address(engine):
-        from ctx_compress_rag.decoding.engines.vllm import VllmEngine
-
-        return VllmEngine(bundle, engine, options)
+def _open(engine: str, bundle: PlainDecoder | ExportedBundle, options: EngineOptions) -> Engine:
     if engine == "llama.cpp":
         from ctx_compress_rag.decoding.engines.llama_cpp import LlamaCppEngine
 
         return LlamaCppEngine(bundle, options)
+    if not hasattr(bundle, "backbone"):
+        raise ConfigError(f"engine={engine!r}: {bundle!r} is for the engine 'llama.cpp': load the bundle itself")
+    if is_server_address(engine):
+        from ctx_compress_rag.decoding.engines.vllm import VllmEngine
+
+        return VllmEngine(bundle, engine, options)
     from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
 
     return TransformersEngine(bundle, options)
@@ -183,9 +189,9 @@ def is_server_address(engine: str) -> bool:
     return engine.startswith(("http://", "https://"))
 
 
-def quotes_by_default(bundle: object, engine: str) -> bool:
+def quotes_by_default(bundle: PlainDecoder | ExportedBundle, engine: str) -> bool:
     """Whether answers are quotations by default, as the bundle answers best with them and the engine is no server."""
-    return isinstance(bundle, Bundle) and bundle.config.extractive and not is_server_address(engine)
+    return bundle.config is not None and bundle.config.extractive and not is_server_address(engine)
 
 
 def _received(queue: _Pieces) -> Iterator[str | Generation]:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+
+from ctx_compress_rag.decoding.settings import Scores
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,13 @@ class LogprobRecorder:
         self._top = top
         self._noted: list[TokenLogprob] = []
 
-    def take(self, token: int, scores: Tensor) -> None:
+    def take(self, token: int, scores: Scores) -> None:
         """Record the token that was chosen, with the model's own scores (vocabulary,)."""
-        logprobs = scores.float().log_softmax(-1)
-        best = logprobs.topk(self._top)
-        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        self._noted.append(
-            TokenLogprob(self._text(token), float(logprobs[token]), tuple((self._text(id), value) for id, value in top))
-        )
+        logprobs = scores - scores.max()
+        logprobs -= np.log(np.exp(logprobs).sum())
+        best = np.argpartition(-logprobs, self._top - 1)[: self._top] if self._top else np.zeros(0, int)
+        top = sorted(((self._text(id), float(logprobs[id])) for id in best.tolist()), key=lambda each: -each[1])
+        self._noted.append(TokenLogprob(self._text(token), float(logprobs[token]), tuple(top)))
 
     def of_text(self, ids: Sequence[int], text: str) -> tuple[TokenLogprob, ...]:
         """Return the records of those of `ids` that make up `text`, without end tokens and tokens of a stop string."""

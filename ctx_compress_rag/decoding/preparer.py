@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, PayloadError
 from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate, Quotable
 from ctx_compress_rag.store import SoftContextStore
@@ -25,6 +23,10 @@ from ctx_compress_rag.text.quoting import find_quotations, without_question
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import check_text_length
 
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle.exported import ExportedBundle
+    from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -34,7 +36,7 @@ class PromptPreparer:
 
     def __init__(
         self,
-        bundle: PlainDecoder,
+        bundle: PlainDecoder | ExportedBundle,
         store: SoftContextStore | None = None,
         *,
         on_unreadable: OnUnreadable = "error",
@@ -81,7 +83,7 @@ class PromptPreparer:
         # Control tokens in a raw prompt come from the caller, but those in its passages are text.
         in_raw = {marker: self._tokenizer.apart(text) for marker, text in texts_of.items()}
         said |= texts_of
-        sides = self.bundle.sides if isinstance(self.bundle, Bundle) else ()
+        sides = self.bundle.sides
         prepared = []
         for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
@@ -176,7 +178,7 @@ class PromptPreparer:
         """
         if self.store is None:
             return {}, {}, {}
-        bundle = cast(Bundle, self.bundle)  # only a bundle has a store
+        bundle: Any = self.bundle  # only a bundle has a store
         parts = self._parts(markers)
         soft = self._decoded(
             parts, lambda part: part.soft, "some slots cannot be read, so texts are used where possible"
@@ -241,7 +243,7 @@ class PromptPreparer:
 
     @property
     def _window(self) -> int | None:
-        return self.bundle.backbone.window
+        return self.bundle.window
 
     def _check_length(self, index: int, prompt: Prompt) -> None:
         most, window = self.max_prompt_tokens, self._window

@@ -6,9 +6,9 @@ Slots tell a decoder roughly what a passage says, so it misspells names and numb
 from collections.abc import Collection, Sequence
 from itertools import chain
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from ctx_compress_rag.decoding.settings import Scores
 from ctx_compress_rag.prompt import Quotable, QuotedToken
 
 _Run = tuple[tuple[QuotedToken, ...], int]
@@ -25,7 +25,7 @@ class QuoteFilter:
         self._runs: Sequence[_Run] = list(chain.from_iterable(quotable.starts.values()))
         self._may_end = False
 
-    def __call__(self, ids: Sequence[int], scores: Tensor) -> Tensor:
+    def __call__(self, ids: Sequence[int], scores: Scores) -> Scores:
         """Return the scores (vocabulary,) of the token after `ids`, the answer so far; -inf forbids a token."""
         if ids:
             self._take(ids[-1])
@@ -33,7 +33,7 @@ class QuoteFilter:
         following = {token.id for token in map(self._next, self._runs) if token is not None and token.to_end <= left}
         ends = [end for end in self._end_ids if end < len(scores)]  # GLM 4's config names some beyond a vocabulary
         allowed = [*following, *(ends if self._may_end or not following else ())]
-        masked = torch.full_like(scores, -torch.inf)
+        masked = np.full_like(scores, -np.inf)
         masked[allowed] = scores[allowed]
         return masked
 

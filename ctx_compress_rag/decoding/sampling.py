@@ -1,16 +1,20 @@
 """Say how a decoder generates text, and what an answer holds."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.decoding.structured import default_json_tokens, json_schema_text
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import check_known_options, faults_raised_as
+
+if TYPE_CHECKING:  # it imports torch
+    from ctx_compress_rag.bundle.config import BundleConfig
 
 FinishReason = Literal["stop", "length"]
 # Short and few, since after every token the text's end is compared with the beginnings of each.
@@ -49,7 +53,7 @@ class SamplingOptions(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     stop: Annotated[tuple[_Stop, ...], Field(max_length=16), BeforeValidator(_several)] = ()
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # what torch's generators take
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     extractive: bool = False
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0

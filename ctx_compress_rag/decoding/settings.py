@@ -4,21 +4,18 @@ Settings that change scores, and `stop_strings`, act in every answer, as in tran
 choose tokens (`do_sample`, `temperature`, `top_p`, ...) do not act, because `Sampling` has them.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from transformers import (
-    LogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+import numpy as np
+from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import ConfigError
+
+Scores = NDArray[np.float32]
+Filter = Callable[[Sequence[int], Scores], Scores]
+"""A function of an answer's ids so far and the scores (vocabulary,) of its next token, which returns new scores."""
 
 # With the value of each that changes nothing, besides None.
 _APPLIED: dict[str, Any] = {
@@ -59,15 +56,51 @@ def _given(config: Any, neutral: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != neutral[name]}
 
 
-def generation_processors(own: Mapping[str, Any], ends: Collection[int], device: Any) -> list[LogitsProcessor]:
-    """Return the logits processors of a decoder's own settings (no stop strings), in the order of transformers."""
-    made: dict[str, Callable[[Any], LogitsProcessor]] = {
-        "sequence_bias": SequenceBiasLogitsProcessor,
-        "repetition_penalty": RepetitionPenaltyLogitsProcessor,
-        "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
-        "bad_words_ids": lambda words: NoBadWordsLogitsProcessor(words, sorted(ends) or None),
-        "min_new_tokens": lambda count: MinNewTokensLengthLogitsProcessor(0, count, sorted(ends), device=str(device)),
-        "suppress_tokens": lambda ids: SuppressTokensLogitsProcessor(ids, device=str(device)),
-        "begin_suppress_tokens": lambda ids: SuppressTokensAtBeginLogitsProcessor(ids, 0, device=str(device)),
+def generation_filters(own: Mapping[str, Any], ends: Collection[int]) -> list[Filter]:
+    """Return the filters of a decoder's own settings (no stop strings), in the order and with the sums of transformers.
+
+    As in transformers, they see an answer without its prompt.
+    """
+    endings = sorted(ends)
+    made: dict[str, Callable[[Any], Filter]] = {
+        "sequence_bias": lambda biases: _biased(biases.items() if isinstance(biases, Mapping) else biases),
+        "repetition_penalty": lambda penalty: partial(_repeated_less, penalty),
+        "no_repeat_ngram_size": lambda size: partial(_without_repeats, size),
+        "bad_words_ids": lambda words: _biased((ids, -np.inf) for ids in words if list(ids) not in [[e] for e in ends]),
+        "min_new_tokens": lambda count: lambda ids, scores: _without(scores, endings if len(ids) < count else []),
+        "suppress_tokens": lambda tokens: lambda ids, scores: _without(scores, tokens),
+        "begin_suppress_tokens": lambda tokens: lambda ids, scores: _without(scores, [] if ids else tokens),
     }
     return [made[name](value) for name, value in own.items()]
+
+
+def _without(scores: Scores, tokens: Collection[int]) -> Scores:
+    changed = scores.copy()
+    changed[[token for token in tokens if token < len(scores)]] = -np.inf  # GLM 4's config names some beyond
+    return changed
+
+
+def _repeated_less(penalty: float, ids: Sequence[int], scores: Scores) -> Scores:
+    changed, said = scores.copy(), list(set(ids))
+    changed[said] = np.where(scores[said] < 0, scores[said] * np.float32(penalty), scores[said] / np.float32(penalty))
+    return changed
+
+
+def _without_repeats(size: int, ids: Sequence[int], scores: Scores) -> Scores:
+    """Forbid each token that would end a sequence of `size` tokens which the answer has already."""
+    last, starts = list(ids[len(ids) - size + 1 :]), range(len(ids) - size + 1)
+    return _without(scores, [ids[at + size - 1] for at in starts if list(ids[at : at + size - 1]) == last])
+
+
+def _biased(biases: Iterable[tuple[Sequence[int], float]]) -> Filter:
+    """Add each bias to the score of its sequence's last token, where the answer ends with the tokens before it."""
+    wanted = [(list(ids), bias) for ids, bias in biases]
+
+    def biased(ids: Sequence[int], scores: Scores) -> Scores:
+        changed = scores.copy()
+        for (*before, last), bias in wanted:
+            if not before or (len(ids) > len(before) and list(ids[-len(before) :]) == before):
+                changed[last] += np.float32(bias)
+        return changed
+
+    return biased

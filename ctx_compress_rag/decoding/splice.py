@@ -1,6 +1,6 @@
 """Splice token ids and slots into one `inputs_embeds` batch for a decoder, and compute the logits of its answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce

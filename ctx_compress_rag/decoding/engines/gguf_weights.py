@@ -11,13 +11,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.bundle.exported import is_exportable, write_exported_bundle
 from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
-from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp
+from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp, threads
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
@@ -41,11 +42,17 @@ def gguf_weights_digest(bundle: Bundle, side: Side) -> str:
     return hashlib.sha256(f"{bundle.fingerprint} {side} {bundle.teacher_digest}{said}".encode()).hexdigest()
 
 
-def llama_cpp_sides(bundle: Bundle) -> tuple[Side, ...]:
-    """Return which sides need a file; "text" alone if the same weights read all prompts."""
+def saved_bundle(bundle: PlainDecoder) -> Bundle:
+    if type(bundle) is not Bundle:
+        raise ConfigError(f"engine='llama.cpp' runs a bundle as it was saved, not a {type(bundle).__name__}")
+    return bundle
+
+
+def weights_digests(bundle: Bundle) -> dict[Side, str]:
+    """Return the digests of the sides that need a file; of "text" alone if the same weights read all prompts."""
     reader = plain_reader(bundle, "llama.cpp")
     frozen = reader.tune.mode == "frozen" and TEACHER not in bundle.backbone.adapters
-    return ("text",) if frozen else bundle.sides
+    return {side: gguf_weights_digest(bundle, side) for side in (("text",) if frozen else bundle.sides)}
 
 
 def gguf_weights(bundle: Bundle, weights: str) -> Path:
@@ -61,8 +68,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
         )
     from huggingface_hub import cached_assets_path
 
-    digests = [gguf_weights_digest(bundle, side) for side in llama_cpp_sides(bundle)]
-    key = hashlib.sha256("".join(digests).encode()).hexdigest()
+    key = hashlib.sha256("".join(weights_digests(bundle).values()).encode()).hexdigest()
     folder = Path(cached_assets_path("ctx_compress_rag", "llama.cpp"), f"{key}-{weights}")
     if not folder.is_dir():
         logger.info("writing %s for llama.cpp: once for this bundle", folder)
@@ -82,14 +88,17 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") ->
     """Write GGUF files and return []; without a GGUF decoder, checkpoints and the shell commands to convert them."""
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []
-    for side in llama_cpp_sides(bundle):
+    digests = weights_digests(bundle)
+    if is_exportable(bundle):
+        write_exported_bundle(bundle, folder, digests)
+    for side, digest in digests.items():
         with bundle.backbone.lock:
             added = _added(bundle, side)
         if isinstance(decoder, GgufDecoder):
             source = gguf_file(decoder, bundle.config.revision)
             _write(bundle, source, added, side, folder / f"{side}.gguf", weights)
         else:
-            commands.append(_checkpoint(bundle, added, gguf_weights_digest(bundle, side), folder / side, weights))
+            commands.append(_checkpoint(bundle, added, digest, folder / side, weights))
     return commands
 
 
@@ -194,6 +203,6 @@ def _quantize(plain: Path, file: Path, weights: str) -> None:
         plain.rename(file)
         return
     options = llama.llama_model_quantize_default_params()
-    options.ftype, options.nthread = _FTYPES[weights], torch.get_num_threads()
+    options.ftype, options.nthread = _FTYPES[weights], threads()
     if llama.llama_model_quantize(bytes(plain), bytes(file), ctypes.byref(options)):
         raise ConfigError(f"llama.cpp cannot write {weights} weights of this decoder: try another type")

@@ -1,14 +1,13 @@
 """Run the decoder in this process with llama.cpp, which is fast on a CPU and needs no transformers model."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.bundle.exported import ExportedBundle
 from ctx_compress_rag.decoding.answering import GrowingAnswer
-from ctx_compress_rag.decoding.engines.gguf_weights import gguf_weights, gguf_weights_digest, llama_cpp_sides
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest, DecodingScheduler
@@ -16,19 +15,27 @@ from ctx_compress_rag.decoding.sampling import Put, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt, Side
 
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+
 
 class LlamaCppEngine:
     """An engine that answers with a bundle's GGUF files; the first engine for a bundle writes them."""
 
-    def __init__(self, bundle: PlainDecoder, options: EngineOptions) -> None:
+    def __init__(self, bundle: PlainDecoder | ExportedBundle, options: EngineOptions) -> None:
         load_llama_cpp()
-        if type(bundle) is not Bundle:
-            raise ConfigError(f"engine='llama.cpp' runs a bundle as it was saved, not a {type(bundle).__name__}")
         self._bundle = bundle
         self._batch_size, self._weights = options.batch_size, options.weights
-        self._size = min(options.context_size, bundle.backbone.window or options.context_size)
-        self._sides = llama_cpp_sides(bundle)
-        self._folder = gguf_weights(bundle, options.weights)
+        self._size = min(options.context_size, bundle.window or options.context_size)
+        if isinstance(bundle, ExportedBundle):
+            self._folder, self._digests = bundle.folder, bundle.digests
+            self._embeddings = bundle.dim, bundle.vocabulary
+        else:
+            from ctx_compress_rag.decoding.engines.gguf_weights import gguf_weights, saved_bundle, weights_digests
+
+            saved = saved_bundle(bundle)
+            self._folder, self._digests = gguf_weights(saved, options.weights), weights_digests(saved)
+            self._embeddings = saved.backbone.dim, saved.backbone.config.get_text_config().vocab_size
         self._loading = threading.Lock()
         self._contexts: dict[Side, LlamaCppContext] = {}
         self._scheduler = DecodingScheduler(_Sequences)
@@ -40,7 +47,7 @@ class LlamaCppEngine:
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
     ) -> Callable[[], None]:
-        tokenizer, settings = self._bundle.tokenizer, self._bundle.backbone.generation_config
+        tokenizer, settings = self._bundle.tokenizer, self._bundle.generation_config
         canceled, requests = threading.Event(), []
         for index, (prompt, put) in enumerate(zip(prompts, puts, strict=True)):
             if prompt.length >= self._size:
@@ -48,7 +55,7 @@ class LlamaCppEngine:
                     f"prompt {index} has {prompt.length} tokens, but context_size={self._size} must hold an answer, "
                     "too: give a larger one"
                 )
-            context = self._context(prompt.side if prompt.side in self._sides else "text")
+            context = self._context(prompt.side if prompt.side in self._digests else "text")
             context.check(prompt)
             on_text = put if stream else None
             answering = GrowingAnswer(prompt, sampling, tokenizer, settings, self._size, on_text=on_text)
@@ -67,11 +74,9 @@ class LlamaCppEngine:
         with self._loading:
             self._scheduler.check_open()
             if side not in self._contexts:
-                backbone = self._bundle.backbone
-                vocabulary = backbone.config.get_text_config().vocab_size
-                file, wanted = self._folder / f"{side}.gguf", gguf_weights_digest(self._bundle, side)
+                file = self._folder / f"{side}.gguf"
                 self._contexts[side] = LlamaCppContext(
-                    file, wanted, backbone.dim, vocabulary, self._size, self._batch_size
+                    file, self._digests[side], *self._embeddings, self._size, self._batch_size
                 )
             return self._contexts[side]
 
@@ -102,7 +107,7 @@ class _Sequences(DecodingGroup):
         self._context.clear()
         self._numbers.clear()
 
-    def _take(self, rows: Sequence[DecodingRequest], scores: Tensor) -> None:
+    def _take(self, rows: Sequence[DecodingRequest], scores: Any) -> None:
         for row, goes_on in zip(list(rows), self.take(rows, scores), strict=True):
             if not goes_on:
                 self._context.drop(self._numbers.pop(row))

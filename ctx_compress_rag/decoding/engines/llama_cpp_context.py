@@ -5,6 +5,7 @@ llama.cpp ends the process on an input of a wrong size, so no other module gives
 
 import ctypes
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -13,9 +14,8 @@ from typing import Any
 from weakref import finalize
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ctx_compress_rag.decoding.settings import Scores
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError, DecoderMemoryError, needs
 from ctx_compress_rag.prompt import Prompt, is_vectors
 
@@ -27,6 +27,14 @@ _KEPT = 256  # most tokens of a prompt's beginning that are kept for the next pr
 # How an architecture treats embeddings, as transformers sees them: it multiplies tokens' by sqrt(dim) before the first
 # layer; llama.cpp does so with all embeddings that it is given ("all"), or with tokens only ("tokens").
 _SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens"}
+
+
+def threads() -> int:
+    """Return how many threads llama.cpp may use: as many as OpenMP's programs, else the CPUs of this process."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
@@ -76,7 +84,7 @@ class LlamaCppContext:
         options = llama.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = size + _KEPT, max(_BATCH, sequences), _BATCH
         options.n_seq_max, options.kv_unified = sequences + 1, True
-        options.n_threads = options.n_threads_batch = torch.get_num_threads()
+        options.n_threads = options.n_threads_batch = threads()
         self._context = context = llama.llama_init_from_model(model, options)
         if context is None:
             raise DecoderMemoryError(f"llama.cpp has too little memory for context_size={size}: give a smaller one")
@@ -99,7 +107,7 @@ class LlamaCppContext:
             elif len(piece) and not (piece.min() >= 0 and piece.max() < self._vocabulary):
                 raise ConfigError(f"a token is not one of the decoder's {self._vocabulary}")
 
-    def read(self, prompts: Sequence[tuple[int, Prompt]]) -> Tensor:
+    def read(self, prompts: Sequence[tuple[int, Prompt]]) -> Scores:
         """Read each prompt, which `check` has admitted, into the empty sequence of the number beside the prompt.
 
         Shape: -> (prompts, vocabulary), the scores of the token after each prompt
@@ -120,9 +128,9 @@ class LlamaCppContext:
             scores.append(self._decode(vectors[part], place[part], number_of[part], ends[part]))
         for number, prompt in prompts:
             self._keep(number, prompt)
-        return torch.cat(scores)
+        return np.concatenate(scores)
 
-    def step(self, tokens: Sequence[tuple[int, int, int]]) -> Tensor:
+    def step(self, tokens: Sequence[tuple[int, int, int]]) -> Scores:
         """Read tokens, each given as the number of its sequence, its place in that sequence, and its id.
 
         Shape: -> (tokens, vocabulary), the scores of the token after each
@@ -148,7 +156,9 @@ class LlamaCppContext:
         import gguf
 
         if is_vectors(piece):
-            return np.asarray(piece, np.float32) * np.float32(self._vector_scale)
+            return (piece if isinstance(piece, np.ndarray) else piece.float().cpu().numpy()) * np.float32(
+                self._vector_scale
+            )
         rows = gguf.quants.dequantize(self._table.data[np.asarray(piece)], self._table.tensor_type)
         return rows.astype(np.float32).reshape(len(piece), self._dim) * np.float32(self._row_scale)
 
@@ -168,7 +178,7 @@ class LlamaCppContext:
             self._llama.llama_memory_seq_cp(self._memory, number, self._sequences, 0, len(new))
             self._kept = new
 
-    def _decode(self, inputs: Any, places: Any, numbers: Any, wanted: Any) -> Tensor:
+    def _decode(self, inputs: Any, places: Any, numbers: Any, wanted: Any) -> Scores:
         """Run ids (length,) or vectors (length, dim) through the model; return the scores at the wanted positions."""
         count, batch = len(inputs), self._batches[inputs.ndim - 1]
         if count > _BATCH or numbers.max() >= self._sequences or places.max() >= self.size:
@@ -185,8 +195,8 @@ class LlamaCppContext:
             self.clear()
             raise CtxCompressError(f"llama.cpp could not read {count} positions (llama_decode returned {code})")
         rows = [self._llama.llama_get_logits_ith(self._context, at) for at in np.flatnonzero(wanted).tolist()]
-        scores = [torch.from_numpy(np.ctypeslib.as_array(row, (self._vocabulary,)).copy()) for row in rows]
-        return torch.stack(scores) if scores else torch.empty(0, self._vocabulary)
+        scores = [np.ctypeslib.as_array(row, (self._vocabulary,)) for row in rows]
+        return np.array(scores, np.float32).reshape(-1, self._vocabulary)
 
 
 def _beginning(prompt: Prompt) -> list[int]:

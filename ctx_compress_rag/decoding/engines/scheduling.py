@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor
-
 from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.sampling import Generation, Put
 from ctx_compress_rag.errors import ConfigError
@@ -93,8 +91,8 @@ class DecodingGroup(ABC):
             if not row.canceled.is_set():
                 self.new.append(row)
 
-    def take(self, rows: Sequence[DecodingRequest], scores: Tensor) -> list[bool]:
-        """Choose each row's next token by scores (rows, vocabulary); return for each row whether its answer goes on."""
+    def take(self, rows: Sequence[DecodingRequest], scores: Any) -> list[bool]:
+        """Choose rows' tokens by scores (rows, vocabulary), of torch or NumPy; return for each row if it goes on."""
         going = []
         for row, own, likeliest in zip(rows, scores, scores.argmax(-1).tolist(), strict=True):
             answer: Generation | Exception | None

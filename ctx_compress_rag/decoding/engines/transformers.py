@@ -50,11 +50,11 @@ class TransformersEngine:
         """Start to answer, as `protocol.Engine.begin` says; if this thread locked the model, first end all answers."""
         backbone, canceled = self._bundle.backbone, threading.Event()
         tokenizer, settings = self._bundle.tokenizer, backbone.generation_config
-        window, device = backbone.window, backbone.device
+        window = backbone.window
         requests = []
         for prompt, put in zip(prompts, puts, strict=True):
             model = LocalModel(self._bundle, prompt.side, self._merge)
-            answering = GrowingAnswer(prompt, sampling, tokenizer, settings, window, device, put if stream else None)
+            answering = GrowingAnswer(prompt, sampling, tokenizer, settings, window, put if stream else None)
             requests.append(DecodingRequest(model, prompt, answering, put, canceled, self.batch_size))
         if backbone.lock.held:  # another thread would wait for this one forever
             _answer_alone(requests)

@@ -17,7 +17,6 @@ from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict
 
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs
 from ctx_compress_rag.decoding.sampling import Generation
@@ -180,7 +179,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
     def _resolve_model_profile(self) -> ModelProfile:
         bundle, profile = self.store.bundle, ModelProfile(structured_output=True, tool_calling=False)
-        if isinstance(bundle, Bundle) and (window := bundle.backbone.window) is not None:
+        if (window := bundle.window) is not None:
             profile |= {"max_input_tokens": window, "max_output_tokens": window}
         return profile
 

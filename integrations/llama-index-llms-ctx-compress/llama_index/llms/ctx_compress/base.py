@@ -79,10 +79,10 @@ class CompressedContextLLM(DecoderLLM, LLM):
         """Return sizes and name of the decoder."""
         bundle = self.store.bundle
         return LLMMetadata(
-            context_window=bundle.backbone.window or DEFAULT_CONTEXT_WINDOW,
+            context_window=bundle.window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
             is_chat_model=self._templated,
-            model_name=bundle.config.decoder_name or bundle.config.name,
+            model_name=bundle.decoder_name or bundle.config.name,
         )
 
     @llm_completion_callback()

