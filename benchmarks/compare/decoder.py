@@ -9,8 +9,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 
+from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.bundle import add_teacher
-from ctx_compress_rag.bundle.files import SHIPPED, TEACHER, WEIGHTS_FILE
+from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import file_sha256, model_folder_digest, write_decoder

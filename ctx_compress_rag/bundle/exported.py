@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,7 @@ class ExportedBundle(ProcessBound):
             raise BundleError(
                 f"{str(folder)!r} holds no exported bundle ({error}): run ctx-compress export --engine llama.cpp"
             ) from error
-        self.config: Any = _Config(**said["config"])
+        self.config: Any = cast(Any, _Config(**said["config"]))
         self.tokenizer: Any = FastTokenizer(**said["tokenizer"])
         self.generation_config = SimpleNamespace(**said["generation_config"])
         self.compressor = _Renderer(said["nestable"])
@@ -77,7 +77,8 @@ class ExportedBundle(ProcessBound):
         self.digests: dict[Side, str] = said["digests"]  # of the GGUF file of each side
         self.dim, self.vocabulary = said["embeddings"]
         self.sides: tuple[Side, ...] = tuple(said["sides"])
-        self.separator, self.answer_prefix = self.config.separator, self.config.answer_prefix
+        self.separator: str = self.config.separator
+        self.answer_prefix: str = self.config.answer_prefix
         self._wrap: Mapping[str, Any] = said["wrap"] or {"before": 0, "after": 0, "every": None}
 
     def __repr__(self) -> str:
@@ -86,7 +87,8 @@ class ExportedBundle(ProcessBound):
     def positions(self, slots: int) -> int:
         """Return how many positions of a prompt a passage of so many slots takes."""
         runs = 1 if self._wrap["every"] is None else -(-slots // self._wrap["every"])
-        return slots + runs * (self._wrap["before"] + self._wrap["after"])
+        around: int = self._wrap["before"] + self._wrap["after"]
+        return slots + runs * around
 
     def check_ratio(self, ratio: int) -> None:
         """Raise RatioError for a ratio other than the base ratio, because nothing is compressed here."""

@@ -10,14 +10,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.int8 import weights_from_int8
 from ctx_compress_rag.models.layers import PEFT_PREFIX
 from ctx_compress_rag.models.loading import INT8_FILE
 from ctx_compress_rag.strict import faults_raised_as
-
-SHIPPED = {folder.name: folder for folder in Path(__file__).parent.glob("shipped/*/")}
 
 CONFIG_FILE = "config.json"
 REPORT_FILE = "training_report.json"

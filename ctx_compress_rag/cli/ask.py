@@ -57,7 +57,8 @@ def ask(
     shared.check_options_apart(ratio=ratio, token_budget=token_budget, text=text)
     shared.check_options_apart(text_share=text_share, text=text)
     options = shared.engine_options(engine, server_key, weights=weights)
-    with open_index(store, bundle, device=device, dtype=dtype) as opened:
+    llama_cpp = (weights or "BF16") if engine == "llama.cpp" else None
+    with open_index(store, bundle, device=device, dtype=dtype, llama_cpp=llama_cpp) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
         from ctx_compress_rag.decoding.sampling import Sampling
         from ctx_compress_rag.indexing.retrieval import IndexRetrieval

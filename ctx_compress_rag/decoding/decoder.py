@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ctx_compress_rag.decoding.engines.protocol import Engine, EngineOptions
 from ctx_compress_rag.decoding.preparer import PromptPreparer
@@ -73,10 +73,10 @@ class Decoder:
         max_prompt_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        self.bundle = bundle
+        self.bundle = cast("PlainDecoder", bundle)  # an exported one has what answering reads of it
         self.store = store
         self.preparer = PromptPreparer(bundle, store, on_unreadable=on_unreadable, max_prompt_tokens=max_prompt_tokens)
-        self.engine = _open(engine, bundle, check_engine_options(engine, options))
+        self.engine = _open(engine, self.bundle, check_engine_options(engine, options))
         self._engine_name = engine
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ def check_engine_options(engine: str, given: Mapping[str, object]) -> EngineOpti
         return EngineOptions.model_validate(given)
 
 
-def _open(engine: str, bundle: PlainDecoder | ExportedBundle, options: EngineOptions) -> Engine:
+def _open(engine: str, bundle: PlainDecoder, options: EngineOptions) -> Engine:
     if engine == "llama.cpp":
         from ctx_compress_rag.decoding.engines.llama_cpp import LlamaCppEngine
 

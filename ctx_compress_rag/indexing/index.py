@@ -16,6 +16,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages, embed_questions, load_embedder
@@ -30,6 +31,7 @@ from ctx_compress_rag.store.records import summarize_store
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,12 @@ class PassageIndex:
     """
 
     def __init__(
-        self, folder: str | StorePlace, bundle: Bundle, bundle_name: str, codec: str | None, embedder: str
+        self,
+        folder: str | StorePlace,
+        bundle: Bundle | ExportedBundle,
+        bundle_name: str,
+        codec: str | None,
+        embedder: str,
     ) -> None:
         place = connect_store(folder)
         self.folder = place.folder
@@ -183,16 +190,16 @@ def open_index(
     embedder: str | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    llama_cpp: str | None = None,
 ) -> PassageIndex:
     """Open the index in a Chroma folder, or with `create` a new one. Mend it if a process was killed while it wrote.
 
     Bundle and embedder (a sentence-transformers model) are folders, hub ids or shipped names. None takes those of the
     index or, for a new one, the shipped English bundle and the packaged MiniLM. `codec` is that of `SoftContextStore`,
-    `device` and `dtype` are those of `Bundle.from_pretrained`. Raises StoreError if there is no index to open, or if it
+    `device` and `dtype` are those of `Bundle.from_pretrained`; `llama_cpp`, llama.cpp's weights, opens the bundle only
+    to answer with that engine (see `opening`). Raises StoreError if there is no index to open, or if it
     is of another embedder, and FingerprintMismatchError if it is of another bundle.
     """
-    from ctx_compress_rag.bundle.bundle import Bundle
-
     check_index_exists(folder, create)
     if embedder:
         load_embedder(embedder)  # refuse a missing one before a folder is made
@@ -206,7 +213,15 @@ def open_index(
                 "or index into another folder"
             )
         name = bundle or recorded or DEFAULT_BUNDLE
-        loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
+        loaded: Bundle | ExportedBundle
+        if llama_cpp is None:
+            from ctx_compress_rag.bundle.bundle import Bundle
+
+            loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
+        else:
+            from ctx_compress_rag.decoding.engines.opening import open_for_llama_cpp
+
+            loaded = open_for_llama_cpp(name, llama_cpp)
         index = PassageIndex(place, loaded, _lasting(name), codec, asked or made_with)
         if index.interrupted:
             index.mend()
@@ -256,6 +271,4 @@ def check_index_exists(folder: str | Path, create: bool = False) -> None:
 
 def _lasting(address: str) -> str:
     """Return a bundle's or model's name or path in a form that is valid in any working folder."""
-    from ctx_compress_rag.bundle.files import SHIPPED
-
     return str(Path(address).resolve()) if address not in SHIPPED and Path(address).is_dir() else address

@@ -46,8 +46,9 @@ class QuestionMiniLm:
             x = self._norm(x + self._linear(read, f"{name}.attention.output.dense"), f"{name}.attention.output")
             inner = gelu(self._linear(x, f"{name}.intermediate.dense"))
             x = self._norm(x + self._linear(inner, f"{name}.output.dense"), f"{name}.output")
-        mean: Floats = x.mean(0)
-        return mean / np.linalg.norm(mean)
+        mean = x.mean(0)
+        vector: Floats = mean / np.linalg.norm(mean)
+        return vector
 
     def _linear(self, x: Floats, name: str) -> Floats:
         return x @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
@@ -55,7 +56,8 @@ class QuestionMiniLm:
     def _norm(self, x: Floats, name: str) -> Floats:
         centered = x - x.mean(-1, keepdims=True)
         scaled = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + np.float32(_EPSILON))
-        return scaled * self._weights[f"{name}.LayerNorm.weight"] + self._weights[f"{name}.LayerNorm.bias"]
+        normed: Floats = scaled * self._weights[f"{name}.LayerNorm.weight"] + self._weights[f"{name}.LayerNorm.bias"]
+        return normed
 
 
 @cache

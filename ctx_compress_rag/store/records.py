@@ -36,6 +36,7 @@ from ctx_compress_rag.store.sentences import pack_sentence_vectors, sentence_vec
 
 if TYPE_CHECKING:
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 FORMAT = 7
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
@@ -64,7 +65,7 @@ class Records(ChromaCollection):
         self,
         place: StorePlace,
         name: str,
-        bundle: Bundle,
+        bundle: Bundle | ExportedBundle,
         key: StoreKey,
         codec: str | None,
         ratio: int | None,

@@ -58,7 +58,7 @@ def made(tiny_tokenizer: Any, tmp_path: Path) -> Bundle:
 
 def logits(bundle: Bundle) -> tuple[torch.Tensor, ...]:
     """Of the text's reader and the slots' reader, and a passage's slots."""
-    return (*read_both_ways(bundle, PROMPT), bundle.compress([TEXT])[0].slots)
+    return (*read_both_ways(bundle, PROMPT), torch.from_numpy(bundle.compress([TEXT])[0].slots))
 
 
 def same(one: Bundle, other: Bundle) -> bool:

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
+from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenizedPassage

@@ -420,7 +420,7 @@ def test_a_bundle_remembers_which_file_it_was_made_for(written: tuple[Path, Any]
     loaded = Bundle.from_pretrained(tmp_path / "bundle", device="cpu")
     assert loaded.config.decoder == local(written[0], sha256=file_sha256(written[0]))
     assert loaded.fingerprint == bundle.fingerprint
-    assert torch.equal(loaded.compress([TEXT])[0].slots, bundle.compress([TEXT])[0].slots)
+    assert np.array_equal(loaded.compress([TEXT])[0].slots, bundle.compress([TEXT])[0].slots)
 
     moved = Bundle.from_pretrained(
         tmp_path / "bundle", device="cpu", changes={"decoder": local(file, sha256=file_sha256(file))}

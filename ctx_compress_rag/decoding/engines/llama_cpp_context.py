@@ -48,7 +48,7 @@ def load_llama_cpp() -> Any:
         logger.log(logging.ERROR if level == _LOG_ERROR else logging.DEBUG, text.decode(errors="replace").rstrip())
 
     llama_cpp.llama_log_set(log, None)
-    llama_cpp.ctx_compress_log = log  # collected, it would crash the process at the next message
+    llama_cpp.ctx_compress_log = log  # type: ignore[attr-defined,unused-ignore]  # collected, it would crash the process at the next message
     return llama_cpp
 
 

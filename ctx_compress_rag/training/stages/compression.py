@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 
+from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import CONFIG_FILE, SHIPPED, read_bundle_config
+from ctx_compress_rag.bundle.files import CONFIG_FILE, read_bundle_config
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError

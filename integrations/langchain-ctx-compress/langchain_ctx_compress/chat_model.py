@@ -62,7 +62,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     @property
     def model_name(self) -> str:
         """Return the bundle's name."""
-        return self.store.bundle.config.name
+        return str(self.store.bundle.config.name)
 
     @property
     def _llm_type(self) -> str:
