@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.adaptation.demonstrations import Demonstration
     from ctx_compress_rag.adaptation.predicted import PredictedUpdate
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.exported import ExportedBundle
     from ctx_compress_rag.data.examples import read_jsonl, write_jsonl
     from ctx_compress_rag.decoding.decoder import Decoder
     from ctx_compress_rag.decoding.sampling import Generation, Sampling
@@ -43,6 +44,7 @@ _PLACES = {
     "adaptation.demonstrations": "Demonstration",
     "adaptation.predicted": "PredictedUpdate",
     "bundle.bundle": "Bundle",
+    "bundle.exported": "ExportedBundle",
     "data.examples": "read_jsonl write_jsonl",
     "decoding.decoder": "Decoder",
     "decoding.sampling": "Generation Sampling",
@@ -64,8 +66,8 @@ _PLACES = {
 _LAZY = {name: f"ctx_compress_rag.{module}" for module, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
-    "Bundle", "Decoder", "Demonstration", "Generation", "Passage", "PredictedUpdate", "Question", "Sampling",
-    "SoftContext", "SoftContextStore", "__version__", "adapt", "agreement_advice", "agreement_table",
+    "Bundle", "Decoder", "Demonstration", "ExportedBundle", "Generation", "Passage", "PredictedUpdate", "Question",
+    "Sampling", "SoftContext", "SoftContextStore", "__version__", "adapt", "agreement_advice", "agreement_table",
     "agreement_text", "evaluate", "expand", "import_published", "mark_texts", "measure_agreement", "open_index",
     "open_index_input", "questions_of", "read_jsonl", "run_recipe", "scope", "score_table", "token_f1",
     "update_index", "wikipedia_corpus", "worst_agreements", "write_jsonl",
