@@ -14,12 +14,20 @@ from numpy.typing import NDArray
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, PayloadError
 from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate, Quotable
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_on_unreadable
+from ctx_compress_rag.store.marker import (
+    MarkedPassage,
+    Marker,
+    OnUnreadable,
+    check_on_unreadable,
+    marked_passages,
+    read_parts,
+)
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
 from ctx_compress_rag.store.record import Slotted
 from ctx_compress_rag.strict import as_positive_int
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
-from ctx_compress_rag.text.quoting import find_quotations, without_question
+from ctx_compress_rag.text.quoting import find_quotations
+from ctx_compress_rag.text.template_words import answers_before, beside_passages, without_template
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import check_text_length
 
@@ -58,7 +66,7 @@ class PromptPreparer:
 
     def token_ids(self, text: str) -> list[int]:
         """Return the decoder's token ids of `text` without BOS; a slot of its markers is a padding token, not text."""
-        texts, markers = self._around_markers(self._split(text))
+        texts, markers = self._around_markers(read_parts(self._split(text)))
         first, *rest = (part.tolist() for part in self._tokenizer.encode([self._tokenizer.as_text(t) for t in texts]))
         ids: list[int] = first
         for marker, part in zip(markers, rest, strict=True):
@@ -67,7 +75,7 @@ class PromptPreparer:
 
     def count_chat_tokens(self, chat: Sequence[Message]) -> int:
         """Return how many positions a chat takes, with the tokens of its template and text, and its slots."""
-        around = [self._around_markers(self._split(message["content"])) for message in chat]
+        around = [self._around_markers(read_parts(self._split(message["content"]))) for message in chat]
         ids = self._chat_ids(chat, [texts for texts, _ in around])
         slots = sum(self.bundle.positions(marker.slots) for _, markers in around for marker in markers)
         return sum(map(len, ids)) + slots
@@ -77,7 +85,8 @@ class PromptPreparer:
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise ConfigError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
         contents = [self._contents(index, prompt) for index, prompt in enumerate(prompts)]
-        split = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
+        found = [[self._split(text, self.on_unreadable) for text in texts] for texts in contents]
+        split = [list(map(read_parts, texts)) for texts in found]
         markers = list(dict.fromkeys(p for texts in split for parts in texts for p in parts if isinstance(p, Marker)))
         soft, texts_of, said = self._read(markers, extractive)
         # Control tokens in a raw prompt come from the caller, but those in its passages are text.
@@ -85,7 +94,7 @@ class PromptPreparer:
         said |= texts_of
         sides = self.bundle.sides
         prepared = []
-        for index, (prompt, messages) in enumerate(zip(prompts, split, strict=True)):
+        for index, (prompt, messages, passages) in enumerate(zip(prompts, split, found, strict=True)):
             shown = in_raw if isinstance(prompt, str) else texts_of
             read = [[shown.get(p, p) if isinstance(p, Marker) else p for p in parts] for parts in messages]
             # Before joining: a prompt may contain the marker of a long passage thousands of times.
@@ -97,11 +106,11 @@ class PromptPreparer:
             ids = self._raw_ids(texts[0]) if isinstance(prompt, str) else self._chat_ids(prompt, texts)
             slots = [soft[marker] for _, markers in around for marker in markers]
             made = PromptTemplate.without_answers(ids).fill(slots)
-            if any(marker.beside_text for _, markers in around for marker in markers) and "blend" in sides:
+            if any(marker.shown is not None for _, markers in around for marker in markers) and "blend" in sides:
                 made = replace(made, side="blend")
             self._check_length(index, made)
             if extractive:
-                made = replace(made, quotable=self._quotable(index, prompt, messages, said))
+                made = replace(made, quotable=self._quotable(index, prompt, passages, said))
             prepared.append(made)
         return prepared
 
@@ -166,8 +175,8 @@ class PromptPreparer:
                 texts[place] = self.bundle.separator
         return texts, markers
 
-    def _split(self, text: str, on_unreadable: OnUnreadable = "text") -> list[str | Marker]:
-        return [text] if self.store is None else self.store.split(text, None, on_unreadable)
+    def _split(self, text: str, on_unreadable: OnUnreadable = "text") -> list[str | MarkedPassage]:
+        return [text] if self.store is None else marked_passages(self.store.split(text, None, on_unreadable))
 
     def _read(
         self, markers: Sequence[Marker], words: bool
@@ -222,18 +231,33 @@ class PromptPreparer:
         return found
 
     def _quotable(
-        self, index: int, prompt: PromptLike, messages: Sequence[Sequence[str | Marker]], said: Mapping[Marker, str]
+        self,
+        index: int,
+        prompt: PromptLike,
+        messages: Sequence[Sequence[str | MarkedPassage]],
+        said: Mapping[Marker, str],
     ) -> Quotable | None:
-        """Return what an answer may quote; None if the prompt holds only questions, so that the answer is free."""
+        """Return what an answer may quote; None if the prompt has no passages, so that the answer is free.
+
+        That is what markers tell to be passages, text beside them, and earlier answers. Without markers, it is what a
+        user says that seems to be neither question nor template, but not in a chat's first message, which instructs.
+        """
         roles = ["user"] if isinstance(prompt, str) else [message["role"] for message in prompt]
-        texts: dict[str, None] = {}  # without the questions
-        for role, parts in zip(roles, messages, strict=True):
-            read = [said.get(part, "") if isinstance(part, Marker) else part for part in parts]
-            if role == "user" and isinstance(parts[-1], str):
-                read[-1] = without_question(read[-1])
-            texts |= dict.fromkeys(read)
+        marked = [part for parts in messages for part in parts if not isinstance(part, str)]
+        own = [part for passage in marked for part in (*passage.shown, passage.marker)]
+        texts = dict.fromkeys(said.get(part, "") if isinstance(part, Marker) else part for part in own)
+        if marked:
+            around = [[part if isinstance(part, str) else None for part in parts] for parts in messages]
+            texts |= dict.fromkeys(text for parts in around for text in beside_passages(parts))
+        else:
+            asked = list(zip(roles, messages, strict=True))
+            later = asked if len(asked) == 1 else asked[1:]
+            texts |= dict.fromkeys(without_template(str(parts[0])) for role, parts in later if role == "user")
         if not any(text.strip() for text in texts):
             return None
+        for role, parts in zip(roles, messages, strict=True):
+            told = [part for part in parts if isinstance(part, str)]
+            texts |= dict.fromkeys(told if role == "assistant" else map(answers_before, told))
         if (length := sum(map(len, texts))) > MAX_CHARACTERS:
             raise ConfigError(
                 f"prompt {index} and its passages have {length:,} characters, but an extractive answer quotes from "

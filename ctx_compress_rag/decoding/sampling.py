@@ -40,8 +40,9 @@ class SamplingOptions(BaseModel):
         top_k: sample from this many of the likeliest tokens; 0 or -1 for all.
         stop: strings that end the answer and are left out of it, 16 at most.
         seed: makes sampling repeatable in any batch; None draws a new seed for each answer.
-        extractive: make the answer a quotation, which is consecutive whole words of a passage or of the prompt without
-            its question, the last line of a user's message. If nothing is left to quote, the answer is free.
+        extractive: make the answer a quotation, which is consecutive whole words of the prompt's passages or of an
+            earlier answer. In a prompt without markers, what looks like question or template is left out. If nothing
+            is left to quote, the answer is free.
         logprobs: also return the log-probability of each token.
         top_logprobs: with `logprobs`, how many of the likeliest tokens at each place to add, 20 at most.
         decoder_settings: apply the decoder's own `generation_config` (`repetition_penalty`, `suppress_tokens`,

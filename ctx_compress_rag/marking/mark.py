@@ -22,7 +22,7 @@ from ctx_compress_rag.errors import (
 )
 from ctx_compress_rag.marking.budget import Budget, RetrievedText, ScoredSentence, ShownPassage, nearest_sentences
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers
+from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers, marked_passages
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, StoredPassage, checked_passage
 from ctx_compress_rag.strict import as_int, as_list, validate_argument
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
@@ -248,10 +248,17 @@ class Marking:
         stored = [passage for passage in passages if passage.id is not None]
         ids, texts = [str(passage.id) for passage in stored], [passage.text for passage in stored]
         rendered = store.bundle.compressor.render(store, texts, ids, self.ratio, question, self.scope)
+        kept: list[_Passage] = []
         for passage, text in zip(stored, rendered, strict=True):
             # Text that a method keeps may have the form of a marker.
             parts = store.split(text, self.scope, "text")
             passage.shown = "".join(part.text if isinstance(part, Marker) else escaped_markers(part) for part in parts)
+            if any(isinstance(part, str) for part in parts):
+                kept.append(passage)
+        ids, texts = [str(passage.id) for passage in kept], [passage.text for passage in kept]
+        ends = store.markers(ids, None, self.scope, texts, shown=[len(passage.shown or "") for passage in kept])
+        for passage, marker in zip(kept, ends, strict=True):
+            passage.shown = f"{passage.shown} {marker}"
 
     def _planned(
         self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None
@@ -274,7 +281,8 @@ class Marking:
         if near is None and self.token_budget is None:
             return None
         slots = [0 if record is None else record.n_slots for record in records]
-        retrieved = list(map(RetrievedText, texts, slots, [()] * len(texts) if near is None else near))
+        ends = [text.strip() or text for text in texts]  # as templates may do, after which a marker's count is wrong
+        retrieved = list(map(RetrievedText, ends, slots, [()] * len(texts) if near is None else near))
         count = partial(shown_positions, bundle)
         size = self.token_budget
         if size is None:  # what this ratio gives all passages
@@ -314,17 +322,17 @@ class Marking:
             return None
 
     def _show(self, passages: Sequence[_Passage], shown: Sequence[ShownPassage]) -> None:
-        groups: dict[int, list[tuple[_Passage, StoredPassage]]] = {}
+        groups: dict[int | None, list[tuple[_Passage, StoredPassage]]] = {}
         beside_text = any(each.text for each in shown)
         for passage, each in zip(passages, shown, strict=True):
             passage.shown = each.text
-            if each.slots and passage.record is not None:
-                groups.setdefault(each.factor, []).append((passage, passage.record))
+            if passage.id is not None and passage.record is not None and (each.slots or each.text):
+                groups.setdefault(each.factor if each.slots else None, []).append((passage, passage.record))
         for factor, group in groups.items():
-            records = [record for _, record in group]
-            markers = self.store.markers_of(records, factor, self.scope, beside_text=beside_text)
+            counts = [len(passage.shown or "") for passage, _ in group] if beside_text else None
+            markers = self.store.markers_of([record for _, record in group], factor, self.scope, shown=counts)
             for (passage, _), marker in zip(group, markers, strict=True):
-                passage.shown = f"{passage.shown} {marker}".strip()
+                passage.shown = f"{passage.shown} {marker}" if passage.shown else marker
 
 
 def relevance_score(score: object) -> float:
@@ -356,7 +364,7 @@ def shown_positions(bundle: Bundle | ExportedBundle, shown: Sequence[ShownPassag
 
 
 def expand(store: SoftContextStore, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> str:
-    """Return a prompt with each marker of this key and scope replaced by the text that it stands for.
+    """Return a prompt with each marker of this key and scope, and the text that it ends, replaced by the whole text.
 
     Raises ConfigError for a result of more than `MAX_EXPANDED` characters, and errors as `SoftContextStore.split` and
     `text_of`.
@@ -366,9 +374,10 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None, on_unre
 
 def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -> str:
     # Count before joining: a short text may hold the marker of one long passage many thousand times.
-    markers = [part for part in parts if isinstance(part, Marker)]
+    found = marked_passages(parts)
+    markers = [part.marker for part in found if not isinstance(part, str)]
     originals = iter(store.text_of(markers) if markers else ())
-    texts = [next(originals) if isinstance(part, Marker) else part for part in parts]
+    texts = [part if isinstance(part, str) else next(originals) for part in found]
     if markers and (length := sum(map(len, texts))) > most:
         raise ConfigError(
             f"a text with its {len(markers):,} markers expanded would have {length:,} characters, and at most "

@@ -17,6 +17,11 @@ def hub_commit(config: Any) -> str:
     return str(getattr(config, "_commit_hash", None) or "")
 
 
+def set_hub_commit(config: Any, commit: str | None) -> None:
+    """Record the commit that `hub_commit` returns, for a config whose model was not loaded from the hub."""
+    config._commit_hash = commit
+
+
 def can_share_cache(model: Any) -> bool:
     """Whether a model's cache holds keys and values by position, so that prompts can join and leave a running batch.
 

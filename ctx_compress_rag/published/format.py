@@ -14,6 +14,7 @@ from torch import Tensor
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import PEFT_PREFIX
+from ctx_compress_rag.models.transformers_internals import set_hub_commit
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint, short_error
 from ctx_compress_rag.text.chat import PromptTokenizer
 from ctx_compress_rag.text.tokenizing import text_ids
@@ -85,7 +86,7 @@ class PublishedDecoder(Backbone):
             raise BundleError(
                 f"cannot read the tokenizer of {files} ({short_error(error)}): give another decoder"
             ) from error
-        model.config._commit_hash = files.revision
+        set_hub_commit(model.config, files.revision)
         super().__init__(model, tokenizer)
 
     @property
@@ -96,9 +97,9 @@ class PublishedDecoder(Backbone):
     def add_adapter(self, name: str, config: Callable[[], Any], layers: int | None = None) -> None:
         super().add_adapter(name, config, layers)
         for part in [module for key, module in self.model.named_modules() if "lora_" in key]:
-            for key, value in part._parameters.items():
-                if value is not None and value.is_meta:
-                    part._parameters[key] = torch.nn.Parameter(torch.zeros(value.shape), requires_grad=False)
+            for key, value in [*part.named_parameters(recurse=False)]:
+                if value.is_meta:
+                    setattr(part, key, torch.nn.Parameter(torch.zeros(value.shape), requires_grad=False))
 
     @cached_property
     def spaces(self) -> str:

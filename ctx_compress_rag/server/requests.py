@@ -19,6 +19,7 @@ from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError
 from ctx_compress_rag.server.guard import ServerLimits
 from ctx_compress_rag.strict import explain_fault
+from ctx_compress_rag.text.chat import THOUGHTS
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
 
@@ -89,6 +90,10 @@ def _asks(name: str, value: Any) -> bool:
     return name not in _OF_THE_CLIENT and value not in (0, "", [], {}) and value not in _NEUTRAL.get(name, ())
 
 
+def _is_thought(kind: object) -> bool:
+    return isinstance(kind, str) and kind in THOUGHTS
+
+
 class TextPart(_Request):
     type: Literal["text"]
     text: Text
@@ -98,6 +103,16 @@ class ChatMessage(_Request):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[TextPart], Parts] | None = None
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_thoughts(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("role") != "assistant":
+            return data
+        kept = {name: value for name, value in data.items() if name not in THOUGHTS}
+        if isinstance(parts := kept.get("content"), list):
+            kept["content"] = [part for part in parts if not (isinstance(part, dict) and _is_thought(part.get("type")))]
+        return kept
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:

@@ -2,15 +2,16 @@
 
     [[ctx:<20 letters a-p>.<slots>.<16 letters a-p>]]
           passage, factor          signature
-    [[ctx:<20 letters a-p>.<slots>t.<16 letters a-p>]]
+    [[ctx:<20 letters a-p>.<slots>t<characters>.<16 letters a-p>]]
 
 The first 17 letters name the passage: HMAC(key, fingerprint, text), so the same text has the same
 marker in every process. The next 3 say how many base slots are merged into one, because a number of
-slots alone does not determine where the windows begin. A "t" says that the prompt shows text beside the slots, which
-the decoder may then read with other weights. The signature is HMAC(key, scope, id, slots), so that
-a marker that a user or a document wrote, that was altered, or that belongs to another tenant's scope is not
-accepted and stays literal text. The form is lower-case ASCII without characters that templates,
-JSON or HTML treat specially.
+slots alone does not determine where the windows begin. A "t" says that the prompt shows text beside slots, which
+the decoder may then read with other weights, and how many characters before the marker and a space are its passage's.
+So this text is told from a template's words, and the whole passage is found again. The signature is
+HMAC(key, scope, id, counts), so that a marker that a user or a document wrote, that was altered, or that belongs to
+another tenant's scope is not accepted and stays literal text. The form is lower-case ASCII without characters that
+templates, JSON or HTML treat specially.
 
 A marker of the same form may stand for slots that are only in memory, or for no slots (`Signer.transient`). Its letters
 are never those of a stored passage.
@@ -20,11 +21,11 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ctx_compress_rag.errors import ConfigError, RatioError, UnreadableMarkerError
 
@@ -35,7 +36,7 @@ DEFAULT_SCOPE = "default"
 _PASSAGE_LETTERS, _FACTOR_LETTERS, _SIGNATURE_LETTERS = 17, 3, 16
 _RECORD_SIGNATURE_LETTERS = 32
 MAX_FACTOR = 16**_FACTOR_LETTERS
-_MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.((?:0|[1-9][0-9]{0,6})t?)\.([a-p]{16})\]\]")
+_MARKER = re.compile(r"\[\[ctx:([a-p]{20})\.((?:0|[1-9][0-9]{0,6})(?:t(?:0|[1-9][0-9]{0,7}))?)\.([a-p]{16})\]\]")
 _OPENING = "[[ctx:"
 _HEX_TO_LETTERS = str.maketrans("0123456789abcdef", "abcdefghijklmnop")
 _LETTERS_TO_HEX = str.maketrans("abcdefghijklmnop", "0123456789abcdef")
@@ -91,7 +92,7 @@ class Marker:
 
     id: str  # the 20 letters
     slots: int  # number of slots that the prompt shows
-    beside_text: bool = False  # whether the prompt shows text beside the slots
+    shown: int | None = None  # characters of the passage's text before the marker; None if only slots are shown
     scope: str = field(default=DEFAULT_SCOPE, compare=False)
     text: str = field(default="", compare=False)  # the whole marker, as found
 
@@ -104,6 +105,51 @@ class Marker:
     def factor(self) -> int:
         """Number of neighboring slots, at the store's base ratio, that are merged into one."""
         return int(self.id[_PASSAGE_LETTERS:].translate(_LETTERS_TO_HEX), 16) + 1
+
+
+class MarkedPassage(NamedTuple):
+    """A marker, and the parts before it that show its passage's text, with the space between."""
+
+    shown: list[str | Marker]
+    marker: Marker
+
+
+def marked_passages(parts: Sequence[str | Marker]) -> list[str | MarkedPassage]:
+    """Return the parts of a text, as `Signer.split` finds them, with each marker's passage together."""
+    found: list[str | MarkedPassage] = []
+    for part in parts:
+        if isinstance(part, str):
+            found.append(part)
+            continue
+        shown: list[str | Marker] = []
+        left = part.shown + 1 if part.shown else 0
+        while left > 0 and found:
+            last = found[-1] if isinstance(found[-1], str) else found[-1].marker
+            size = len(last if isinstance(last, str) else last.text)
+            if isinstance(last, Marker) and (last.shown or size > left):  # another passage's: the text was altered
+                break
+            found.pop()
+            if isinstance(last, str) and size > left:
+                found.append(last[:-left])
+                last = last[-left:]
+            shown.insert(0, last)
+            left -= size
+        found.append(MarkedPassage(shown, part))
+    return found
+
+
+def read_parts(found: Sequence[str | MarkedPassage]) -> list[str | Marker]:
+    """Return the parts that a decoder reads, without markers that only say whose text is before them."""
+    parts: list[str | Marker] = []
+    for part in found:
+        if isinstance(part, str):
+            parts.append(part)
+        elif part.marker.slots or part.marker.shown is None:
+            parts += [*part.shown, part.marker]
+        elif part.shown:
+            *shown, last = part.shown
+            parts += [*shown, last.removesuffix(" ") if isinstance(last, str) else last]
+    return parts
 
 
 class Signer:
@@ -130,18 +176,19 @@ class Signer:
         """Return the 17 letters that name slots that are not stored. `fields` tell these slots from others."""
         return self._letters(_PASSAGE_LETTERS, "transient", self.fingerprint, *fields)
 
-    def write(self, passage: str, factor: int, slots: int, scope: str, *, beside_text: bool = False) -> str:
+    def write(self, passage: str, factor: int, slots: int, scope: str, shown: int | None = None) -> str:
         """Return the marker of a passage (its 17 letters) with `slots` slots, each merged from `factor` stored ones.
 
-        `beside_text` is whether the prompt shows text beside the slots.
+        `shown` is how many characters of the passage's text the prompt shows before the marker and a space, or None if
+        it shows no text beside slots.
 
         Raises RatioError for a factor below 1 or above 4096.
         """
         if not 1 <= factor <= MAX_FACTOR:
             raise RatioError(f"cannot merge {factor} slots into one: a marker holds factors of 1 to {MAX_FACTOR}")
         id = passage + f"{factor - 1:0{_FACTOR_LETTERS}x}".translate(_HEX_TO_LETTERS)
-        shown = f"{slots}{'t' * beside_text}"
-        return f"[[ctx:{id}.{shown}.{self._signature(scope, id, shown)}]]"
+        counts = f"{slots}" if shown is None else f"{slots}t{shown}"
+        return f"[[ctx:{id}.{counts}.{self._signature(scope, id, counts)}]]"
 
     def sign(self, *fields: str) -> str:
         """Return 32 letters that nobody without the key can make for these fields, such as those of a stored record."""
@@ -156,8 +203,8 @@ class Signer:
         parts: list[str | Marker] = []
         start = 0
         for match in _MARKER.finditer(text):
-            id, shown, signature = match.groups()
-            signed = hmac.compare_digest(signature, self._signature(scope, id, shown))
+            id, counts, signature = match.groups()
+            signed = hmac.compare_digest(signature, self._signature(scope, id, counts))
             if not signed and on_unreadable == "error":
                 raise UnreadableMarkerError(
                     f"{match[0]} was not made with this key for scope {scope!r}, or was changed: give the "
@@ -168,7 +215,8 @@ class Signer:
                 continue
             if match.start() > start:
                 parts.append(text[start : match.start()])
-            parts.append(Marker(id, int(shown.rstrip("t")), shown.endswith("t"), scope, match[0]))
+            slots, beside, shown = counts.partition("t")
+            parts.append(Marker(id, int(slots), int(shown) if beside else None, scope, match[0]))
             start = match.end()
         if start < len(text):
             parts.append(text[start:])
@@ -181,8 +229,8 @@ class Signer:
             )
         return parts
 
-    def _signature(self, scope: str, id: str, shown: str) -> str:
-        return self._letters(_SIGNATURE_LETTERS, "marker", scope, id, shown)
+    def _signature(self, scope: str, id: str, counts: str) -> str:
+        return self._letters(_SIGNATURE_LETTERS, "marker", scope, id, counts)
 
     def _letters(self, length: int, *fields: str) -> str:
         # Each field is preceded by its length, so that no two lists of fields give the same message.

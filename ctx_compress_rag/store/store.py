@@ -355,20 +355,22 @@ class SoftContextStore(ProcessBound):
     def markers(
         self,
         ids: Sequence[str],
-        ratio: int,
+        ratio: int | None,
         scope: str | None = None,
         texts: Sequence[str] | None = None,
         *,
-        beside_text: bool = False,
+        shown: Sequence[int] | None = None,
     ) -> list[str]:
         """Return the markers that stand for passages in a prompt, in the order of the ids.
 
         Args:
             ids: passage ids.
-            ratio: source tokens per slot, a multiple of the store's base ratio.
+            ratio: source tokens per slot, a multiple of the store's base ratio; None for markers without slots, which
+                only say whose text is before them.
             scope: tenant or user; None takes the scope of `ctx_compress_rag.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
-            beside_text: whether the prompt shows text beside the slots; see `BundleConfig.reader_share`.
+            shown: how many characters of each passage's text the prompt shows before its marker and a space; None if
+                it shows no text beside slots. See `BundleConfig.reader_share`.
 
         Raises:
             ConfigError: the bundle's method (RAM) reads passages only for a question.
@@ -376,8 +378,9 @@ class SoftContextStore(ProcessBound):
             MissingPassageError: an id is not stored, or is stored with another text.
             PayloadError: a record is damaged or signed with another key; the message names the passage.
         """
-        factor, scope, ids = self.merge_factor(ratio), self._scope(scope), checked_passage_ids(ids)
-        found = self._records.find(ids, self._scope(scope), texts)
+        factor, ids = None if ratio is None else self.merge_factor(ratio), checked_passage_ids(ids)
+        scope = self._scope(scope)
+        found = self._records.find(ids, scope, texts)
         missing = [id for id in ids if id not in found]
         if missing:
             self.warn_if_empty()
@@ -385,24 +388,33 @@ class SoftContextStore(ProcessBound):
         for key, record in found.values():
             record.check_payload(key)
         named = [(plain_marker_id(found[id][1].marker), found[id][1].slots) for id in ids]
-        return self._written(named, factor, scope, beside_text)
+        return self._written(named, factor, scope, shown)
 
     def markers_of(
-        self, passages: Sequence[StoredPassage], factor: int, scope: str | None = None, *, beside_text: bool = False
+        self,
+        passages: Sequence[StoredPassage],
+        factor: int | None,
+        scope: str | None = None,
+        *,
+        shown: Sequence[int] | None = None,
     ) -> list[str]:
         """Return markers, with `factor` slots merged into one, of passages that `get_passages` read; else `markers`."""
         for passage in passages:
             if not passage.marker:
                 raise damaged_record(record_id(passage.id, DEFAULT_SCOPE), "its payload was changed")
         named = [(passage.marker, passage.n_slots) for passage in passages]
-        return self._written(named, factor, self._scope(scope), beside_text)
+        return self._written(named, factor, self._scope(scope), shown)
 
-    def _written(self, named: Sequence[tuple[str, int]], factor: int, scope: str, beside_text: bool) -> list[str]:
+    def _written(
+        self, named: Sequence[tuple[str, int]], factor: int | None, scope: str, shown: Sequence[int] | None
+    ) -> list[str]:
         written = []
-        for name, slots in named:
+        for (name, slots), characters in zip(named, shown or [None] * len(named), strict=True):
+            if factor is None:
+                written.append(self._records.signer.write(name, 1, 0, scope, characters))
+                continue
             merged = min(factor, slots)  # all larger factors mean one slot
-            marker = self._records.signer.write(name, merged, -(-slots // merged), scope, beside_text=beside_text)
-            written.append(marker)
+            written.append(self._records.signer.write(name, merged, -(-slots // merged), scope, characters))
         return written
 
     def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:

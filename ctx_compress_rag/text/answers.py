@@ -12,6 +12,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 NO_ANSWER = "The text does not say."
 """What a decoder is trained to answer if the passages hold no answer."""
@@ -25,6 +26,13 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation + "".join(_PUNCT
 CHARACTER = re.compile(
     "([\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff])"
 )
+# Accents and vowel signs belong to the letter before them; the joiners occur within words of Persian and Hindi.
+# Planes 2, 3 and those above 14 hold no marks, and looking through them takes most of the time.
+_PLANES = map(chr, chain(range(0x20000), range(0xE0000, 0xF0000)))
+_MARKS = "".join(c for c in _PLANES if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
+# EUR1,200.5 and 4:51 are one word each, and so is each character of Chinese and Japanese, which have no spaces.
+_LETTER = rf"(?!{CHARACTER.pattern})\w"
+WORD = re.compile(rf"{CHARACTER.pattern}[{_MARKS}]*|{_LETTER}(?:{_LETTER}|[{_MARKS}]|(?<=\d)[.,:](?=\d))*")
 
 
 def normalize_answer(text: str) -> str:
@@ -80,9 +88,13 @@ def mentions_answer(text: str, answers: Sequence[str]) -> bool:
 
 
 def quoted_from(answer: str, text: str) -> bool:
-    """Whether an answer that is not blank is in a text, word for word; white space may differ."""
-    words = " ".join(answer.split())
-    return bool(words) and words in " ".join(text.split())
+    """Whether an answer that is not blank is in a text, in whole words and numbers; white space may differ."""
+    words, text = " ".join(answer.split()), " ".join(text.split())
+    if not words or words not in text:
+        return False
+    within = {place for match in WORD.finditer(text) for place in range(match.start() + 1, match.end())}
+    starts = (match.start() for match in re.finditer(f"(?={re.escape(words)})", text))
+    return any(within.isdisjoint((start, start + len(words))) for start in starts)
 
 
 def declined(prediction: str) -> float:

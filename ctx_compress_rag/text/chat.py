@@ -13,6 +13,8 @@ from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.text.tokenizing import bos_token_id, replace_surrogates, text_ids, text_parts, text_tokens
 
 ROLES = ("system", "user", "assistant", "tool")  # who may speak in a chat
+THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking", "reasoning_content", "reasoning_details"})
+"""What other models' thoughts are called, as blocks of a message or as its fields; a chat goes on without them."""
 
 _CUE = "Answer:"
 

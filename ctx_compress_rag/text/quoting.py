@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 from ctx_compress_rag.prompt import Quotable, QuotedToken
-from ctx_compress_rag.text.answers import CHARACTER
+from ctx_compress_rag.text.answers import WORD
 from ctx_compress_rag.text.tokenizing import TextTokens, between_controls, text_tokens
 
-# Accents and vowel signs belong to the letter before them; the joiners occur within words of Persian and Hindi.
-# Planes 2, 3 and those above 14 hold no marks, and looking through them takes most of the time.
-_PLANES = map(chr, chain(range(0x20000), range(0xE0000, 0xF0000)))
-_MARKS = "".join(c for c in _PLANES if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
-# EUR1,200.5 and 4:51 are one word each, and so is each character of Chinese and Japanese, which have no spaces.
-_LETTER = rf"(?!{CHARACTER.pattern})\w"
-_WORD = re.compile(rf"{CHARACTER.pattern}[{_MARKS}]*|{_LETTER}(?:{_LETTER}|[{_MARKS}]|(?<=\d)[.,:](?=\d))*")
 _SPACED = re.compile(r"\S+")
 _BLANK_LINE = re.compile(r"\n\s*\n")
-
-
-def without_question(text: str) -> str:
-    """Return a message's text after the last passage, without the question (last line) and a label ("Answer:")."""
-    before, _, last = text.rstrip().rpartition("\n")
-    if last.endswith(":"):
-        rest, _, line = before.rpartition("\n")
-        return rest if line.strip() else before
-    return before
 
 
 def find_quotations(texts: Iterable[str], tokenizer: Any) -> Quotable:
@@ -46,7 +29,7 @@ def find_quotations(texts: Iterable[str], tokenizer: Any) -> Quotable:
     for text, read in chain.from_iterable(between_controls(tokenizer, text) for text in texts):
         before = len(tokens)
         own = _quoted(text, tokenizer, read)
-        begins = {match.start() for pattern in (_WORD, _SPACED) for match in pattern.finditer(text)}
+        begins = {match.start() for pattern in (WORD, _SPACED) for match in pattern.finditer(text)}
         ends = [0, *(end for _, end in read.offsets)]
         for place, (token, (start, end)) in enumerate(zip(own, read.offsets, strict=True)):
             if token is None or start < ends[place]:  # the second case: within a character
@@ -79,7 +62,7 @@ def _quoted(text: str, tokenizer: Any, read: TextTokens) -> list[QuotedToken | N
     before such a one.
     """
     within = bytearray(len(text) + 1)
-    for match in _WORD.finditer(text):
+    for match in WORD.finditer(text):
         within[match.start() + 1 : match.end()] = b"\1" * (len(match[0]) - 1)
     blank = {match.end() - 1 for match in _BLANK_LINE.finditer(text)}
     quoted: list[QuotedToken | None] = []

@@ -18,7 +18,9 @@ from ctx_compress_rag.decoding.quoting import QuoteFilter
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.store.record import record_id
-from ctx_compress_rag.text.quoting import find_quotations, without_question
+from ctx_compress_rag.text.quoting import find_quotations
+from ctx_compress_rag.text.template_words import without_template
+from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.text.tokenizing import text_ids
 from helpers.decoding import PASSAGES, QUESTION, apart
 
@@ -170,15 +172,36 @@ def test_quoting_from_much_is_refused(decoder: Decoder, prompts: list[Any], monk
 @pytest.mark.parametrize(
     ("text", "left"),
     [
-        ("\n\nQuestion: Who?", "\n"),
+        ("\n\nQuestion: Who?", ""),
         (" Who?\n", ""),
-        ("A mill.\n---\nFrom the context, answer.\nQuery: Who?\nAnswer: ", "A mill.\n---\nFrom the context, answer."),
-        ("A mill.\n\nSummarize it:", "A mill.\n"),
+        ("A mill.\n\nSummarize it:", "A mill."),
         ("", ""),
     ],
 )
 def test_a_message_without_its_question(text: str, left: str) -> None:
-    assert without_question(text) == left
+    assert without_template(text) == left
+
+
+OWN = [template.replace("|||", "\n") for template in TEMPLATES]
+KNOWN = [
+    *OWN[1:2],
+    *OWN[3:],
+    "Use the context to answer. If you do not know, say so.\nQuestion: {question} \nContext: {context} \nAnswer:",
+    "Here is some context: {context}\n\n{question}",
+    "{question}\n\n{context}",
+    "<context>\n{context}\n</context>\n\nQuestion: {question}",
+    "{context}\n\nQuestion: {question}\nHelpful Answer:",
+]
+SAID = "The pump was made in Turin.\nIts warranty: five years.\n\nOak floats."
+
+
+@pytest.mark.parametrize("template", KNOWN)
+def test_passages_are_told_from_a_template_without_markers(template: str) -> None:
+    assert without_template(template.format(context=SAID, question="Where was it made?")).strip() == SAID
+
+
+def test_a_request_to_rephrase_a_question_has_no_passages() -> None:
+    assert without_template("Rephrase it.\nChat History:\nuser: Hi\nFollow Up Input: Who?\nStandalone question:") == ""
 
 
 def test_no_answer_quotes_the_question(make_tiny_bundle: Any) -> None:
@@ -196,7 +219,23 @@ def test_no_answer_quotes_the_question(make_tiny_bundle: Any) -> None:
     said = words(
         ("system", "Be brief?"), ("user", f"A mill. {marker}\n\nWho?"), ("assistant", "Orla."), ("user", "Why?")
     )
-    assert all(word in said for word in ("Be brief?", "A mill.", "1 2 3 4", "Orla."))
-    assert "Who" not in said and "Why" not in said
+    assert all(word in said for word in ("A mill.", "1 2 3 4", "Orla."))
+    assert not any(word in said for word in ("Be brief", "Who", "Why"))
+    # Wherever the question stands, and whatever the template says: an earlier answer, the passages, text beside them.
+    first = words(("user", f"Use this. Say so.\nQuestion: Who?\nContext: A mill. {marker}\nOld.\nAnswer:"))
+    assert "A mill." in first and "1 2 3 4" in first and not any(each in first for each in ("Use", "Who", "Con", "Old"))
+    for before in ("We have an existing answer: Orla.\n", "Existing Answer:\nOrla.\n"):
+        refined = words(("user", f"The query is: Who?\n{before}Some context.\n----\n{marker}\n----\nRefined Answer:"))
+        assert "Orla." in refined and not any(each in refined for each in ("Who", "Some", "Refined"))
+    # Text that ends with a marker without slots is a passage, and costs nothing.
+    [end] = store.markers(["digits"], None, shown=[len("1 2\n\n3")])
+    plain, marked = (
+        [{"role": "user", "content": f"Context: {text}\nQuestion: 4"}] for text in ("1 2\n\n3", f"1 2\n\n3 {end}")
+    )
+    one, other = preparer.prepare([plain, marked], extractive=True)
+    assert one.ids().equal(other.ids()) and other.slots == 0 and other.side == "text"
+    assert words(("system", marked[0]["content"]), ("user", "Why?")).split() == ["1", "2", "3"]
+    with_nothing = [[{"role": "system", "content": "A mill."}, {"role": "user", "content": "Why?"}]]
+    assert preparer.prepare(with_nothing, extractive=True)[0].quotable is None
     [greeting] = preparer.prepare([[{"role": "user", "content": "\n\nWho?"}]], extractive=True)
     assert greeting.quotable is None  # there is nothing else: the answer is free

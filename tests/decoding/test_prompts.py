@@ -211,7 +211,7 @@ def with_shares(bundle: Bundle, shares: dict[str, float]) -> Any:
 
 @pytest.mark.parametrize("side", SHARES)
 def test_each_side_has_its_own_weights(decoder: Decoder, store: SoftContextStore, side: Side) -> None:
-    marker = store.markers(["a"], 4, beside_text=side == "blend")[0]
+    marker = store.markers(["a"], 4, shown=[0] if side == "blend" else None)[0]
     text = {"text": PASSAGES["a"], "reader": marker, "blend": f"{PASSAGES['b']} {marker}"}[side]
     [prompt] = decoder.preparer.prepare([[{"role": "user", "content": f"{text}\n\n{QUESTION}"}]])
     assert prompt.side == side
@@ -228,7 +228,7 @@ def test_each_side_has_its_own_weights(decoder: Decoder, store: SoftContextStore
 
 
 def test_only_a_bundle_that_blends_reads_slots_beside_text_so(bundle: Bundle, store: SoftContextStore) -> None:
-    marked = [store.marker("b", 4), *store.markers(["a"], 4, beside_text=True)]
+    marked = [store.marker("b", 4), *store.markers(["a"], 4, shown=[0])]
     plain = Bundle(
         bundle.config.model_copy(update={"reader_share": 1.0}), bundle.backbone, bundle.compressor, bundle.reader
     )

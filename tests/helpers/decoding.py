@@ -43,7 +43,7 @@ def prompts_of(store: SoftContextStore) -> list[Any]:
         [{"role": "system", "content": f"Use this: {c}"}, {"role": "user", "content": QUESTION}],
         "Who kept bees?",
         b,
-        f"She kept bees. {store.markers(['a'], 8, beside_text=True)[0]} {QUESTION}",
+        f"She kept bees. {store.markers(['a'], 8, shown=[14])[0]} {QUESTION}",
     ]
 
 

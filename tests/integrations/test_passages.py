@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import (
 from ctx_compress_rag.marking.budget import nearest_sentences
 from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import Marker, marked_passages, read_parts
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, passage_content_id
 from helpers.frameworks import FRAMEWORKS, LangChain
 from helpers.langchain import QUESTION, SOURCES, TEXTS, App, joined
@@ -259,7 +260,11 @@ def test_a_budget_may_return_a_marked_passage_to_its_text(app: App, framework: A
     for options in ({}, {"text_share": 0.5}):
         marked = framework.mark(found, QUESTION, store=app.store, ratio=8, **options)
         left = framework.restore(marked, app.store)
-        assert framework.mark(marked, QUESTION, store=app.store, token_budget=10_000) == left
+        whole = framework.mark(marked, QUESTION, store=app.store, token_budget=10_000)
+        texts = [framework.shown(each) for each in left]
+        assert framework.restore(whole, app.store) == left
+        read = [read_parts(marked_passages(app.store.split(framework.shown(each)))) for each in whole]
+        assert read == [[text] for text in texts]
 
 
 @FRAMEWORKS
@@ -272,7 +277,8 @@ def test_a_ratio_buys_sentences_and_slots_of_the_best(app: App, framework: Any) 
     marked = framework.mark(found, QUESTION, store=app.store, ratio=4, text_share=0.5)
     shown = "\n\n".join(map(framework.shown, marked))
     assert size - 6 < count(shown) <= size  # a word may be six tokens of this tokenizer
-    assert app.store.markers(["ferry"], 4, beside_text=True)[0] in shown and shown.count("[[ctx:") == 1
+    [ferry] = [part for part in app.store.split(shown) if isinstance(part, Marker) and part.slots]
+    assert ferry.passage == app.store.split(app.store.marker("ferry", 4))[0].passage
     best = max(
         (part.similarity, part.text) for own in nearest_sentences(list(TEXTS.values()), QUESTION) for part in own
     )[1]

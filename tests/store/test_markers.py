@@ -193,9 +193,9 @@ def test_a_damaged_or_open_key_file_is_refused(tmp_path: Path, bundle: WordBundl
 PASSAGES = [SIGNER.passage(f"passage {number}") for number in range(4)]
 ISSUED = {
     who: [
-        SIGNER.write(name, factor, slots, who, beside_text=beside)
+        SIGNER.write(name, factor, slots, who, shown)
         for name in PASSAGES
-        for factor, slots, beside in ((1, 24, False), (4, 6, False), (4, 6, True))
+        for factor, slots, shown in ((1, 24, None), (4, 6, None), (4, 6, 0), (1, 0, 57))
     ]
     + [SIGNER.write(SIGNER.transient("a question", name), 1, slots, who) for name in PASSAGES for slots in (0, 3)]
     for who in ("anna", "ben")
@@ -208,7 +208,9 @@ OTHERS = [
 own = st.sampled_from(ISSUED["anna"])
 issued = own | st.sampled_from(ISSUED["ben"] + OTHERS)
 noise = st.text("[]ctx:.abp0169 \n{}<|>$%\\\"'", max_size=12) | st.text(max_size=8)
-counts = st.integers(0, 10**8).map(str) | st.sampled_from(["", "-1", "٣", "1e3", "007", "t", "6t", "24t", "6tt"])
+counts = st.integers(0, 10**8).map(str) | st.sampled_from(
+    ["", "-1", "٣", "1e3", "007", "t", "6t", "24t0", "6tt", "6t0", "0t57", "6t057"]
+)
 letters = st.text("abcdefghijklmnop", min_size=16, max_size=20)
 forged = st.builds("[[ctx:{}.{}.{}]]".format, letters, counts, letters)
 exchanged = st.builds(
@@ -237,7 +239,9 @@ CHAT = (
 
 
 def resolved(parts: list[str | Marker]) -> Counter[tuple[str, str]]:
-    return Counter((p.id, f"{p.slots}{'t' if p.beside_text else ''}") for p in parts if isinstance(p, Marker))
+    return Counter(
+        (p.id, f"{p.slots}" if p.shown is None else f"{p.slots}t{p.shown}") for p in parts if isinstance(p, Marker)
+    )
 
 
 def test_only_what_was_issued_to_the_scope_resolves(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

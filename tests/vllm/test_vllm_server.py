@@ -133,7 +133,7 @@ class TestMatrix(EngineTests):
         marker = mark_texts(store, [PASSAGE], ratio=8)[0]
         again = [*soft, {"role": "assistant", "content": "Orla."}, *plain]
         ids = store.ensure([PASSAGE])
-        beside = f"{PASSAGE} {store.markers(ids, 8, beside_text=True)[0]}\n\n{QUESTION}"
+        beside = f"{PASSAGE} {store.markers(ids, 8, shown=[len(PASSAGE)])[0]}\n\n{QUESTION}"
         return [soft, plain, f"{marker}\n\n{QUESTION}", QUESTION, again, beside]
 
 

@@ -229,6 +229,7 @@ class TrunkCompressor(Compressor):
         if self._kept is None:
             return trunk
         view, layers = copy.copy(trunk), decoder_layers(model)
+        # The copy shares this dictionary with the trunk, which setting a layer would change, too.
         view._modules = {
             name: layers[: self._kept] if child is layers else child for name, child in trunk._modules.items()
         }

@@ -75,6 +75,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             "model_name": self.model_name,
             # Under one name: LangChain puts a call's `stop` over a field of that name, even if it is None.
             "ctx_compress": self._identity,
+            "output_version": self.output_version or "v0",
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:

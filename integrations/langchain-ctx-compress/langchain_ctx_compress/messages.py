@@ -8,6 +8,7 @@ from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage
 
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.text.chat import THOUGHTS
 
 
 def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
@@ -54,6 +55,8 @@ def _role(message: BaseMessage) -> str:
 
 def _text(message: BaseMessage) -> str:
     for block in message.content:
-        if not isinstance(block, str) and block.get("type") != "text":
+        if isinstance(block, str) or (isinstance(message, AIMessage) and block.get("type") in THOUGHTS):
+            continue
+        if block.get("type") != "text":
             raise ConfigError(f"cannot read a content block of type {block.get('type')!r}: the decoder reads only text")
     return str(message.text)

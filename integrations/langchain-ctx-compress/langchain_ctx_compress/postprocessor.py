@@ -9,7 +9,7 @@ from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
 from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
-from langchain_ctx_compress.sources import CompressedDocument, checked, original, with_text
+from langchain_ctx_compress.sources import checked, with_text
 
 
 class CompressedContextPostprocessor(
@@ -19,7 +19,7 @@ class CompressedContextPostprocessor(
 
     Works wherever a document compressor is expected (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`),
     and as a step of an LCEL chain, which has no question and therefore gets markers alone. The given documents are not
-    changed. Their copies keep ids, metadata and order; those with no share of the budget are left out, as by a
+    changed. Their copies keep class, ids, metadata and order; those with no share of the budget are left out, as by a
     reranker. A document that was compressed before is compressed again from its text.
 
     Put rerankers and filters before this step, because after it they read markers, which all look alike.
@@ -40,19 +40,13 @@ class CompressedContextPostprocessor(
         self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> list[Document]:
         """Return the documents as a prompt should show them for the question `query`."""
-        documents = [original(document) for document in checked(documents)]
+        documents = checked(documents)
         texts = [document.page_content for document in documents]
         scores = [document.metadata.get(self.score_key) for document in documents]
         marked = self.marking.mark(texts, [document.id for document in documents], scores, query)
         each = zip(documents, marked, strict=True)
-        return [_shown(document, text, shown) for document, (text, shown) in each if shown or not text]
+        return [with_text(document, shown) for document, (text, shown) in each if shown or not text]
 
     def invoke(self, input: Sequence[Document], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         """Run `compress_documents` as a step of a chain; `ainvoke` runs it in a thread."""
         return self._call_with_config(self.compress_documents, input, config)
-
-
-def _shown(document: Document, text: str, shown: str) -> Document:
-    restored = with_text(document, text)
-    plain = shown == text or type(restored) is not Document  # an app's own class keeps its fields
-    return with_text(restored, shown) if plain else CompressedDocument.of(restored, shown)

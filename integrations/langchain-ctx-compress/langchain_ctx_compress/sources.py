@@ -1,12 +1,11 @@
-"""Documents that show what the prompt gets, and markers turned back into text, for citations and for other LLMs."""
+"""Markers turned back into text, for citations and for other LLMs."""
 
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
-from pydantic import PrivateAttr
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
@@ -16,36 +15,8 @@ from ctx_compress_rag.text.answers import quoted_from
 Prompt = TypeVar("Prompt", str, PromptValue, list[BaseMessage])
 
 
-class CompressedDocument(Document):
-    """A document whose `page_content` is what a prompt shows of it, which is sentences, a marker, or both.
-
-    `restore_sources` gives back the text. A saved document becomes a plain one with this `page_content`.
-    """
-
-    _text: str = PrivateAttr("")
-
-    @classmethod
-    def of(cls, document: Document, shown: str) -> Self:
-        """Return a document with `shown` as content and all else of `document`; values of metadata are shared."""
-        made = cls(id=document.id, page_content=shown, metadata=dict(document.metadata))
-        made._text = document.page_content
-        return made
-
-    @classmethod
-    def lc_id(cls) -> list[str]:
-        """Return the plain document's id, so that a saved document is loaded as a plain one."""
-        return Document.lc_id()
-
-
-def original(document: Document) -> Document:
-    """Return the document as it was before compression, if the document still knows its text."""
-    return with_text(document, document._text) if isinstance(document, CompressedDocument) else document
-
-
 def with_text(document: Document, text: str) -> Document:
     """Return a copy with another text; values of its metadata are shared, because some cannot be copied."""
-    if isinstance(document, CompressedDocument):
-        return Document(id=document.id, page_content=text, metadata=dict(document.metadata))
     return document.model_copy(update={"page_content": text, "metadata": dict(document.metadata)})
 
 
@@ -54,8 +25,7 @@ def restore_sources(
 ) -> list[Document]:
     """Return copies of an answer's documents, as the retriever found them, with texts, ids, and metadata with scores.
 
-    Restoring twice is the same as once. A saved and loaded document gives back only its sentences and its marker's
-    text.
+    Restoring twice is the same as once, and documents may have been saved and loaded before.
 
     Args:
         documents: what the postprocessor returned, such as `result["context"]` of a retrieval chain.
@@ -65,15 +35,13 @@ def restore_sources(
 
     Raises:
         ConfigError: `documents` is not a list of documents, or a document's markers stand for too much text.
-        UnreadableMarkerError: a saved and loaded document has a marker of another store's key, or of another scope.
+        UnreadableMarkerError: a document has a marker of another store's key, or of another scope.
         MissingPassageError: a passage was deleted, or, with a RAM bundle, this question's slots were dropped from
             memory to keep those of others.
     """
     restored = []
     for each in checked(documents):
-        # In a text that is known, what looks like a marker are its author's words.
-        known = each._text if isinstance(each, CompressedDocument) else None
-        text = expand(store, each.page_content, scope, "error") if known is None else known
+        text = expand(store, each.page_content, scope, "error")
         restored.append(with_text(each, text))
         if answer is not None:
             restored[-1].metadata["quoted"] = quoted_from(answer, text)

@@ -16,6 +16,7 @@ from llama_index.core.base.llms.types import (
     LogProb,
     MessageRole,
     TextBlock,
+    ThinkingBlock,
 )
 from llama_index.core.bridge.pydantic import ConfigDict, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
@@ -188,10 +189,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
         return self.completion_to_prompt(prompt)
 
     def _from_messages(self, messages: Sequence[ChatMessage]) -> Prompt:
-        for message in messages:
-            for block in message.blocks:
-                if not isinstance(block, TextBlock):
-                    raise ConfigError(f"a message holds a {block.block_type} block: this LLM reads only text")
+        messages = [_without_thoughts(message) for message in messages]
         if not self._templated:
             assert self.messages_to_prompt is not None  # the base class sets a default
             return self.messages_to_prompt(messages)
@@ -221,6 +219,17 @@ class CompressedContextLLM(DecoderLLM, LLM):
         sampling = self.sampling(given)
         with self.in_scope():
             return _aresponses(await self.decoder.astream(prompt, sampling), sampling, shown)
+
+
+def _without_thoughts(message: ChatMessage) -> ChatMessage:
+    """Return a message without another model's thoughts; raise ConfigError if it holds something other than text."""
+    blocks = message.blocks
+    if _ROLES.get(message.role, message.role.value) == "assistant":
+        blocks = [block for block in blocks if not isinstance(block, ThinkingBlock)]
+    for block in blocks:
+        if not isinstance(block, TextBlock):
+            raise ConfigError(f"a message holds a {block.block_type} block: this LLM reads only text")
+    return message if blocks == message.blocks else message.model_copy(update={"blocks": blocks})
 
 
 def _responses(pieces: Iterator[str | Generation], sampling: Sampling) -> CompletionResponseGen:

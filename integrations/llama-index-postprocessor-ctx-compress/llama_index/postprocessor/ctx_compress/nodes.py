@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
@@ -20,31 +21,36 @@ class CompressedTextNode(TextNode):
     node's text for the LLM also precede the marker. If the text was changed after compression, the LLM gets the text,
     because the marker no longer stands for it.
 
-    A saved node (JSON, docstore) is loaded as a plain text node, because a marker is of use for one question only.
+    A saved node (a workflow's context, a pickle, JSON) is loaded with its marker, or as a plain text node by what knows
+    LlamaIndex's own classes alone, such as docstores.
 
     Attributes:
-        marker: what stands for the text in the prompt, which is a marker, or (with RAM) kept text with markers.
-        original: the node that this node was made from, unchanged.
+        marker: what stands for the text in the prompt: a marker, or kept text that ends with one.
+        marked: the SHA-256 of the text that the marker stands for.
+        original: the node that this node was made from, unchanged; None if it was loaded.
     """
 
-    marker: str = Field(exclude=True)
-    original: BaseNode = Field(exclude=True, repr=False)
+    marker: str = ""
+    marked: str = Field("", repr=False)
+    original: BaseNode | None = Field(None, exclude=True, repr=False)
 
     @classmethod
     def of(cls, node: BaseNode, marker: str) -> CompressedTextNode:
         """Return a node with this marker and everything else from `node`."""
         shared = {name: getattr(node, name) for name in TextNode.model_fields if hasattr(node, name)}
-        return cls(**{**shared, "text": own_text(node), "marker": marker, "original": node})
+        text = own_text(node)
+        return cls(**{**shared, "text": text, "marker": marker, "marked": _digest(text), "original": node})
 
     @classmethod
     def class_name(cls) -> str:
         """Return the plain node's name, so that a saved node is loaded as a plain one."""
         return TextNode.class_name()
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> TextNode:  # type: ignore[override]
-        """Return the plain node. A workflow's context loads a saved node by its type, not by the class's name."""
-        return TextNode.from_dict(data, **kwargs)
+    def plain(self) -> BaseNode | None:
+        """Return the node before compression; None if it was loaded and its text is another."""
+        if self.original is not None or self.marked != _digest(self.text):
+            return self.original
+        return TextNode(**{name: getattr(self, name) for name in TextNode.model_fields})
 
     def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
         """Return the text with the metadata of `metadata_mode`; for the LLM, the marker in place of the text."""
@@ -57,13 +63,17 @@ class CompressedTextNode(TextNode):
         return super().get_content_blocks(metadata_mode) if shown is None else shown.get_content_blocks(metadata_mode)
 
     def _for_llm(self) -> TextNode | None:
-        if self.text != own_text(self.original):
+        if self.marked != _digest(self.text):
             return None
         fields = {name: getattr(self, name) for name in TextNode.model_fields}
         # Metadata come from the document's author: the LLM must not fail on a marker in them.
         shown = [each for each in self.metadata.items() if each[0] not in self.excluded_llm_metadata_keys]
         metadata = {escaped_markers(name): escaped_markers(str(value)) for name, value in shown}
         return TextNode(**{**fields, "text": self.marker, "metadata": metadata})
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def own_text(node: BaseNode) -> str:

@@ -61,7 +61,6 @@ def restored(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
             f"a response or a list of NodeWithScore is needed, got {type(wrong[0]).__name__}: give what a retriever "
             "or an engine returned"
         )
-    return [
-        NodeWithScore(node=each.node.original, score=each.score) if isinstance(each.node, CompressedTextNode) else each
-        for each in nodes
-    ]
+    plain = [each.node.plain() if isinstance(each.node, CompressedTextNode) else None for each in nodes]
+    pairs = zip(nodes, plain, strict=True)
+    return [each if node is None else NodeWithScore(node=node, score=each.score) for each, node in pairs]
