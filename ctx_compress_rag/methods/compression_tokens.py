@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
@@ -44,6 +45,7 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
     def __init__(self, backbone: Backbone, config: CompressionTokensConfig) -> None:
         super().__init__(backbone, config.encoder)
         self.bidirectional = config.attention == "bidirectional"
+        self.obeys: bool | None = None  # whether the trunk sees nothing that a mask hides, once known
         token = torch.randn(backbone.dim) * backbone.embedding_rms()
         self.token = nn.Parameter(token.to(backbone.device), requires_grad=False)
 
@@ -72,6 +74,13 @@ class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
         positions = [torch.arange(length, device=device).expand(batch, -1)]
         positions += [ends + torch.arange(size, device=device) for size in sizes[1:]]
         with self.trunk() as trunk:
+            if self.obeys is None:
+                self.obeys = self.depends(trunk, torch.eye(2, dtype=torch.bool), 1) is False
+            if not self.obeys:
+                raise ConfigError(
+                    f"compression_tokens: layers of {type(trunk).__name__} read on past what a mask hides, such as "
+                    "padding and another ratio's tokens: use mean_pooling"
+                )
             text = self.backbone.inputs.embed(input_ids)
             tokens = self.token.to(text.dtype).expand(batch, sum(sizes[1:]), -1)
             ids = F.pad(input_ids, (0, tokens.shape[1]), value=NO_TOKEN)

@@ -1,6 +1,7 @@
 """Mean pooling and compression tokens (Simple Context Compression), and the weights that they share."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.decoders.build import tiny_model, tiny_tokenizer
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError, RatioError
 from ctx_compress_rag.methods.base.config import TuneConfig
@@ -329,3 +331,18 @@ def test_the_token_starts_at_the_size_of_token_embeddings(backbone: Backbone) ->
     tokens = torch.stack([CompressionTokensCompressor(backbone, config).token for _ in range(8)])
     assert tokens.pow(2).mean().sqrt() == pytest.approx(float(size), rel=0.15)
     assert len({tuple(token.tolist()) for token in tokens}) == 8 and not tokens.requires_grad
+
+
+@pytest.mark.parametrize(("kind", "ahead", "obeys"), [("llama", True, True), ("mamba", False, False)])
+def test_what_a_decoder_does_with_masks_is_found_out(
+    kind: str, ahead: bool, obeys: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether full attention shows a first slot the last token; state-space layers are causal, and read padding."""
+    backbone = Backbone(tiny_model(kind), tiny_tokenizer())
+    ids = torch.tensor([[7, 8, 9, 10, 11], [7, 8, 9, 10, 12]])
+    pooled = MeanPoolingCompressor(backbone, MeanPoolingConfig(encoder=FROZEN))
+    one, other = pooled.encode(ids, torch.ones_like(ids), [4])[4].slots[:, 0]
+    assert (not torch.allclose(one, other)) == ahead == ("causal" not in caplog.text)
+    tokens = CompressionTokensCompressor(backbone, CompressionTokensConfig(encoder=FROZEN))
+    with nullcontext() if obeys else pytest.raises(ConfigError, match="mean_pooling"):
+        tokens.encode(ids, torch.ones_like(ids), [2, 4])

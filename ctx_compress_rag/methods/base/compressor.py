@@ -235,6 +235,24 @@ class TrunkCompressor(Compressor):
         }
         return view
 
+    @torch.no_grad()
+    def depends(self, trunk: Any, allowed: Tensor, place: int) -> bool | None:
+        """Whether the vector at a place depends on the other of two tokens, under a mask (2, 2), True where seen.
+
+        Returns None if the trunk takes no mask of four dimensions, as one whose layers keep a state.
+        """
+        ids = torch.tensor([[1, 2], [1, 2]], device=self.backbone.embeddings.weight.device)
+        ids[1, 1 - place] = 3
+        vectors = self.backbone.inputs.embed(ids)
+        hidden = torch.zeros_like(allowed, dtype=vectors.dtype).masked_fill(~allowed, torch.finfo(vectors.dtype).min)
+        mask = hidden.to(vectors.device).expand(2, 1, 2, 2)
+        try:
+            given = self.backbone.inputs.of(vectors, ids)
+            states = trunk(**given, attention_mask=mask, use_cache=False).last_hidden_state[:, place].float()
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        return bool((states[0] - states[1]).norm() > 1e-4 * states[0].norm())
+
     def trained_parameters(self) -> list[nn.Parameter]:
         """Make the encoder and the method's own weights trainable, as `tune` says, and return them."""
         if self.encoder is not None:
