@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
+from ctx_compress_rag.indexing.words import WordSearch
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages, embed_questions, load_embedder
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_chroma_database
@@ -52,12 +53,19 @@ def make_index_passage(text: str, source: str, root: str, metadata: Mapping[str,
 
 @dataclass(frozen=True)
 class IndexHit:
-    """A retrieved passage. `similarity` is the cosine (-1 to 1) of its vector and the question's; `source` its file."""
+    """A retrieved passage. `similarity` is the cosine (-1 to 1) of its vector and the question's.
+
+    `source` names its file, and with ", " between them all files with the same text.
+    """
 
     id: str
     text: str
     source: str
     similarity: float
+
+
+def _hit(text: str, id: str, similarity: float, copies: Mapping[str, str]) -> IndexHit:
+    return IndexHit(id, text, ", ".join(sorted(set(copies.values()))), similarity)
 
 
 class PassageCollection(ChromaCollection):
@@ -104,6 +112,7 @@ class PassageIndex:
         about = {BUNDLE_KEY: bundle_name, EMBEDDER_KEY: embedder}
         self._passages = PassageCollection(place, COLLECTION, _COSINE, about)
         self.interrupted = self._passages.interrupted()
+        self._read: tuple[bytes, dict[str, dict[str, str]], WordSearch] | None = None
 
     def add(self, passages: Iterable[Passage]) -> Iterator[AddReport]:
         """Store missing passages, and yield the numbers of added and unchanged ones, each batch once it is on disk.
@@ -156,17 +165,47 @@ class PassageIndex:
         return self._passages.roots()
 
     def search(self, questions: Sequence[str], k: int) -> list[list[IndexHit]]:
-        """Return each question's `k` nearest passages or fewer, in order. Raise StoreError if the index is empty."""
+        """Return the `k` best passages for each question, or fewer, of distinct texts. StoreError for an empty index.
+
+        They are those with the nearest vectors, below those that rare words of the question name (see `WordSearch`).
+        """
         if not all(question.strip() for question in questions):
             raise ConfigError("the question is empty: ask something")
         vectors = embed_questions(questions, self.embedder)
-        count = len(self)
-        if not count:
+        copies, words = self._texts()
+        if not copies:
             raise StoreError(f"{self._passages.place.where} holds no passages: run `ctx-compress index` first")
-        return [
-            [IndexHit(id, text, str(row.get("source")), 1 - distance) for id, text, row, distance in hits]
-            for hits in self._passages.query(vectors, min(k, count))
-        ]
+        found = []
+        for question, vector, near in zip(questions, vectors, self._nearest(vectors, min(k, len(copies))), strict=True):
+            named = words.leading(question)
+            if far := [text for text in named if text not in near]:
+                similar = embed_passages(far, self.embedder) @ vector
+                near |= {t: (next(iter(copies[t])), float(cosine)) for t, cosine in zip(far, similar, strict=True)}
+            best = list(dict.fromkeys([*named, *near]))[:k]
+            found.append([_hit(text, *near[text], copies.get(text, {})) for text in best])
+        return found
+
+    def _nearest(self, vectors: Any, k: int) -> list[dict[str, tuple[str, float]]]:
+        """Return, for each vector, id and cosine of the nearest passages, by text, until there are `k` texts."""
+        count, most = len(self), 2 * k
+        while True:
+            found: list[dict[str, tuple[str, float]]] = [{} for _ in vectors]
+            for near, hits in zip(found, self._passages.query(vectors, min(most, count)), strict=True):
+                for id, text, _, far in hits:
+                    near.setdefault(text, (id, 1 - far))
+            if most >= count or min(map(len, found)) >= k:
+                return found
+            most *= 2
+
+    def _texts(self) -> tuple[dict[str, dict[str, str]], WordSearch]:
+        """Return the source by id of all passages of each text, and the texts' words, read anew after each write."""
+        generation = self._passages.generation()
+        if self._read is None or not generation or self._read[0] != generation:
+            copies: dict[str, dict[str, str]] = {}
+            for id, (text, row) in self._passages.texts(self._passages.ids()).items():
+                copies.setdefault(text or "", {})[id] = str(row.get("source"))
+            self._read = generation, copies, WordSearch(copies)
+        return self._read[1:]
 
     def __len__(self) -> int:
         return self._passages.count()

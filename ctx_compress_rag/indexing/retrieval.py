@@ -41,8 +41,8 @@ class IndexRetrieval:
         [hits] = self.index.search([question], self.k)
         shown = [hit.text for hit in hits]
         if self.marking is not None:
-            ids, scores = [hit.id for hit in hits], [hit.similarity for hit in hits]
-            shown = [each.shown for each in replace(self.marking, scope=scope).mark(shown, ids, scores, question)]
+            marking = replace(self.marking, scope=scope)
+            shown = [each.shown for each in marking.mark(shown, [hit.id for hit in hits], question=question)]
         sources = []
         for hit, each in zip(hits, shown, strict=True):
             parts = store.split(each, scope, "text")

@@ -81,6 +81,12 @@ class ChromaCollection:
             return self.place.interrupted()
 
     @shielded_from_interrupts
+    def generation(self) -> bytes:
+        """Return what changes with each write, b"" if that is unknown."""
+        with self._reading():
+            return self.place.generation()
+
+    @shielded_from_interrupts
     def count(self) -> int:
         with self._reading() as found:
             return 0 if found is None else int(self._ask(found.count))

@@ -86,6 +86,10 @@ class StorePlace(ABC):
         """Whether a write was not finished, so that Chroma's index may lack records. Ask only while `reading`."""
         return False
 
+    def generation(self) -> bytes:
+        """Return what changes with each write, b"" if that is unknown. Ask only while `reading`."""
+        return b""
+
     def mended(self) -> None:  # noqa: B027
         """Record, outside `reading` and `writing`, that Chroma's index lacks no record; `interrupted` turns False."""
 
@@ -159,7 +163,7 @@ class StoreFolder(StorePlace):
             yield None
             return
         with limit_wait(2 * timeout, partial(self._silent, timeout)), self._shared(timeout):
-            generation = self._read_generation()[:-1]
+            generation = self.generation()
             try:
                 with raising_store_errors(self.where, self.folder):
                     if self._engine is None or generation != self._generation:
@@ -193,6 +197,9 @@ class StoreFolder(StorePlace):
 
     def interrupted(self) -> bool:
         return self._read_generation().endswith(_UNFINISHED)
+
+    def generation(self) -> bytes:
+        return self._read_generation()[:-1]
 
     @shielded_from_interrupts
     def mended(self) -> None:
