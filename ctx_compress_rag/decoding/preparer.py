@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, PayloadError
+from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate, Quotable
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import (
@@ -23,7 +24,7 @@ from ctx_compress_rag.store.marker import (
     read_parts,
 )
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
-from ctx_compress_rag.store.record import Slotted
+from ctx_compress_rag.store.record import MarkedRecord
 from ctx_compress_rag.strict import as_positive_int
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import find_quotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 
 logger = logging.getLogger(__name__)
+Slotted = MarkedRecord | TransientPart
 T = TypeVar("T")
 
 

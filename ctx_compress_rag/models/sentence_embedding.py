@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
     from ctx_compress_rag.models.minilm import MiniLm
 
 PACKAGED = "minilm"  # the name of the MiniLM that comes as a package and needs no download
-_LOADING = threading.Lock()  # `cache` alone would load a model for each thread that asks meanwhile
 
 
 @cache
-def _opened(name: str) -> MiniLm | SentenceTransformer:
+def load_embedder(name: str = PACKAGED) -> MiniLm | SentenceTransformer:
+    """Return a model on the CPU, loaded once, for "minilm", a folder or a hub id (downloaded); else ConfigError."""
     if name == PACKAGED:
         from ctx_compress_rag.models.minilm import MiniLm
 
@@ -36,12 +35,6 @@ def _opened(name: str) -> MiniLm | SentenceTransformer:
     except Exception as error:  # transformers raises many kinds
         reason = " ".join(str(error).split())
         raise ConfigError(f"cannot load embedder {name!r} ({reason}): give {PACKAGED!r}, a folder or hub id") from error
-
-
-def load_embedder(name: str = PACKAGED) -> MiniLm | SentenceTransformer:
-    """Return a model on the CPU, loaded once, for "minilm", a folder or a hub id (downloaded); else ConfigError."""
-    with _LOADING:
-        return _opened(name)
 
 
 def embed_passages(texts: Sequence[str], embedder: str = PACKAGED) -> Any:

@@ -20,7 +20,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ctx_compress_rag.errors import PayloadError, short_repr
 from ctx_compress_rag.soft_context import SoftContext
@@ -133,18 +133,9 @@ class Record:
         return (collection, id, *hashes, self.marker, *counts, self.sentences, self.metadata)
 
 
-class Slotted(Protocol):
-    """What a marker stands for: slots, and the text that they were made of."""
-
-    @property
-    def soft(self) -> SoftContext: ...
-    @property
-    def text(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class MarkedRecord:
-    """A record under its id, with the number of its slots that a marker merges into one."""
+    """A record under its id, with the number of its slots that a marker merges into one; decoded when asked for."""
 
     id: str
     record: Record

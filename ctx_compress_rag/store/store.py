@@ -41,7 +41,6 @@ from ctx_compress_rag.store.place import (
 )
 from ctx_compress_rag.store.record import (
     MarkedRecord,
-    Slotted,
     damaged_record,
     owned_by_scope,
     passage_id,
@@ -436,7 +435,7 @@ class SoftContextStore(ProcessBound):
                 self.warn_if_empty()
             raise
 
-    def read(self, markers: Sequence[Marker]) -> list[Slotted]:
+    def read(self, markers: Sequence[Marker]) -> list[MarkedRecord | TransientPart]:
         """Return what markers stand for, in order, read once: its text, and its slots at the marker's ratio.
 
         Raises MissingPassageError if a passage was deleted or its text changed after the marker was written, and
