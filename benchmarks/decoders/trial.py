@@ -99,10 +99,11 @@ def _greedy(model: Any, inputs: Callable[[Tensor], dict[str, Tensor]]) -> list[f
 
 
 def _spliced(read: DecoderInputs, prompt: Prompt, answer: Tensor) -> dict[str, Tensor]:
-    pieces = [piece.float() if piece.is_floating_point() else read.embed(piece) for piece in (*prompt.pieces, answer)]
-    slots = torch.cat([prompt.vector_mask(), torch.zeros_like(answer, dtype=torch.bool)])
-    ids = torch.cat([prompt.ids(), answer]).masked_fill(slots, NO_TOKEN)
-    return read.of(torch.cat(pieces)[None], ids[None])
+    whole = prompt.then(answer.tolist())
+    pieces = [torch.as_tensor(piece) for piece in whole.pieces]
+    vectors = torch.cat([piece.float() if piece.ndim == 2 else read.embed(piece) for piece in pieces])
+    ids = torch.from_numpy(whole.ids()).masked_fill(torch.from_numpy(whole.vector_mask()), NO_TOKEN)
+    return read.of(vectors[None], ids[None])
 
 
 def _check_answers(decoder: Decoder, prompts: list[Any], wanted: list[list[float]]) -> None:
@@ -122,7 +123,7 @@ def _check_answers(decoder: Decoder, prompts: list[Any], wanted: list[list[float
 def _answers(folder: Path) -> None:
     decoder = Decoder(PlainDecoder.load(folder))
     reference = decoder.bundle.backbone.model
-    ids = [prompt.ids() for prompt in decoder.preparer.prepare(_ASKED)]
+    ids = [torch.from_numpy(prompt.ids()) for prompt in decoder.preparer.prepare(_ASKED)]
     wanted = [_greedy(reference, lambda answer, own=own: {"input_ids": torch.cat([own, answer])[None]}) for own in ids]
     _check_answers(decoder, _ASKED, wanted)
 
