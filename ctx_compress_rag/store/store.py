@@ -408,7 +408,8 @@ class SoftContextStore(ProcessBound):
         self, named: Sequence[tuple[str, int]], factor: int | None, scope: str, shown: Sequence[int] | None
     ) -> list[str]:
         written = []
-        for (name, slots), characters in zip(named, shown or [None] * len(named), strict=True):
+        lengths: Sequence[int | None] = shown or [None] * len(named)
+        for (name, slots), characters in zip(named, lengths, strict=True):
             if factor is None:
                 written.append(self._records.signer.write(name, 1, 0, scope, characters))
                 continue
