@@ -21,7 +21,7 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk, linear_layers
+from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk, linear_layers, one_stream
 from ctx_compress_rag.strict import Strict
 
 
@@ -272,7 +272,7 @@ class ArcAlignerReader(Reader):
         H^(l+1,0), (batch, length, dim), or a tuple that begins with it. Returns `made` with H^(l+1,T) in place of
         H^(l+1,0), which is the next layer's input.
         """
-        state = _states(made)
+        state = one_stream(layer, _states(made))
         training = self.training and torch.is_grad_enabled()
         # Only the mandatory pass writes to the layer's cache, whatever its argument is called.
         given = [None if isinstance(value, Cache) else value for value in args[1:]]

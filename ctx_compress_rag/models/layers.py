@@ -51,6 +51,19 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     raise ConfigError(f"{type(trunk).__name__} has no list of its {count} layers: choose another decoder")
 
 
+def one_stream(module: nn.Module, states: Tensor) -> Tensor:
+    """Return what a decoder's layer returned; raise ConfigError unless it is (batch, length, dim).
+
+    Gemma 3n passes four such tensors from layer to layer.
+    """
+    if states.ndim != 3:
+        raise ConfigError(
+            f"{type(module).__name__} returns states of shape {tuple(states.shape)}, which a method that changes or "
+            "mixes layers cannot read: choose another method, such as mean_pooling, or another decoder"
+        )
+    return states
+
+
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers, with names, of a decoder or of some of its layers, but not those of LoRA adapters."""
     for name, layer in module.named_modules():

@@ -10,12 +10,19 @@ import pytest
 import torch
 import transformers
 
-from ctx_compress_rag.errors import BundleError
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.export import export_for_vllm
+from ctx_compress_rag.errors import BundleError, ConfigError
+from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig
+from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.inputs import DecoderInputs
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.models.proof import prove_decoder
 from ctx_compress_rag.models.transformers_internals import cache_argument
 from helpers import architectures
+from helpers.arcaligner import make_reader, prompts, read
+from helpers.methods import COMPREXIT
+from helpers.models import tiny_config
 
 SHAPE: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = SHAPE | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -187,3 +194,23 @@ def test_slots_that_are_text_change_nothing_beside_what_ids_bring(kind: str) -> 
         expected = model(input_ids=ids).logits
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert (bare - expected).abs().max() > 0.1
+
+
+def test_methods_that_read_layers_refuse_several_streams() -> None:
+    wide = {"hidden_size": 64, "vocab_size": 400, "vocab_size_per_layer_input": 400}
+    model = tiny("Gemma3nText", **SHAPES["Gemma3nText"] | wide)
+    reader = make_reader(model=model)
+    with pytest.raises(ConfigError, match=r"returns states of shape \(4, .*mean_pooling"):
+        read(reader, prompts(reader))
+    compressor = ComprexitCompressor(Backbone(model, architectures.tokenizer("Llama")), ComprexitConfig(**COMPREXIT))
+    with pytest.raises(ConfigError, match=r"returns states of shape \(4, .*mean_pooling"):
+        compressor.hidden_states(torch.ones(1, 16, dtype=torch.long))
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("Gemma3nText", "look up token ids"), ("FalconH1", "scales embeddings")])
+def test_a_server_that_reads_vectors_alone_is_refused(kind: str, reason: str, tmp_path: Path) -> None:
+    tokenizer = architectures.tokenizer("Llama")
+    model = tiny(kind, **SHAPES[kind] | {"vocab_size": len(tokenizer)})
+    config = tiny_config(method={"name": "mean_pooling", "layers": 0, "encoder": {"mode": "frozen"}}, base_ratio=4)
+    with pytest.raises(ConfigError, match=f"{reason}.*use the engine 'transformers'"):
+        export_for_vllm(Bundle.build(config, Backbone(model, tokenizer)), tmp_path)
