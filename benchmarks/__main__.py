@@ -7,7 +7,8 @@ from importlib import import_module
 from benchmarks.lab import lab
 from ctx_compress_rag.cli.command import run_command
 
-for room in ("accelerator", "compare", "scoring", "timing", "adaptation", "datasets", "decoders", "several", "world"):
+ROOMS = "accelerator compare scoring timing adaptation datasets decoders several gguf_files world"
+for room in ROOMS.split():
     import_module(f"benchmarks.{room}.commands")  # registers them
 
 

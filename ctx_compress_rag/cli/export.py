@@ -15,12 +15,15 @@ def export(
     weights: Annotated[
         Literal["F32", "BF16", "Q8_0", "Q4_0"], typer.Option(help="Type of llama.cpp's weights.")
     ] = "BF16",
+    convert: Annotated[
+        str | None, typer.Option(metavar="FILE", help="llama.cpp's convert_hf_to_gguf.py, or a folder with it.")
+    ] = None,
 ) -> None:
     """Write a bundle's decoder for vLLM or llama.cpp.
 
     For vLLM, also writes the LoRA adapters, and prints the command that serves decoder and adapters. For llama.cpp,
-    writes GGUF files with the LoRA merged. If the decoder is no GGUF file, writes merged checkpoints, and prints
-    llama.cpp's commands that convert them.
+    writes GGUF files with the LoRA merged. If the decoder is no GGUF file, give --convert, the place of llama.cpp's
+    converter; without it, writes merged checkpoints, and prints the commands that convert them.
     """
     import shlex
     from pathlib import Path
@@ -31,7 +34,7 @@ def export(
     if engine == "llama.cpp":
         from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
 
-        for line in export_for_llama_cpp(opened, Path(folder), weights):
+        for line in export_for_llama_cpp(opened, Path(folder), weights, Path(convert) if convert else None):
             print(line)
         return
     from ctx_compress_rag.decoding import export as exporting

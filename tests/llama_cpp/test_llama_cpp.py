@@ -1,5 +1,7 @@
 """A real llama.cpp gives the scores of transformers, whatever a family does, and its answers, however many ask."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext
+from ctx_compress_rag.decoding.engines.llama_cpp_proof import _compare, distance, prove, scores_of, spread
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
@@ -121,9 +124,11 @@ def test_scores_are_those_of_transformers(opened: tuple[str, Any, LlamaCppContex
         next_found = context.step([(n, sum(map(len, prompts[n])), token) for n, token in enumerate(tokens)])
         for pieces, token, now, after in zip(prompts, tokens, found, next_found, strict=True):
             expected = scores(model, pieces)
-            torch.testing.assert_close(now, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+            torch.testing.assert_close(torch.as_tensor(now), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
             expected = scores(model, [*pieces, torch.tensor([token])])
-            torch.testing.assert_close(after, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+            torch.testing.assert_close(
+                torch.as_tensor(after), expected, atol=0.02 * float(expected.abs().max()), rtol=0
+            )
         for number in range(3):
             context.drop(number)
 
@@ -155,6 +160,34 @@ def test_what_would_end_the_process_is_refused(opened: tuple[str, Any, LlamaCppC
     for number, place in ((3, 0), (0, 200)):
         with pytest.raises(CtxCompressError, match="too many"):
             context.step([(number, place, 1)])
+
+
+def test_it_proves_itself_once_in_a_process_of_its_own(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = tiny_model("Llama"), tmp_path / "tiny.gguf"
+    write_gguf(model, file, description="right")
+    arguments = file, "right", 64, model.config.vocab_size, 200
+    ids = spread(model.config.vocab_size)
+    expected = scores(model, [torch.tensor(ids)])
+    found = scores_of(*arguments, ids)
+    assert found is not None and distance(found[-1], expected.numpy()) < 0.01
+    assert scores_of(file, "wrong", *arguments[2:], ids) is None  # opening it says why
+    prove(*arguments)
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # a process that ends at once
+    prove(*arguments)
+    with pytest.raises(ConfigError, match=r"ends the process.*tiny\.gguf.*transformers"):
+        prove(*arguments[:4], 201)
+
+    def here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        _compare(command[-1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", here)
+    rows = LlamaCppContext._rows
+    monkeypatch.setattr(LlamaCppContext, "_rows", lambda self, ids: 2 * rows(self, ids))
+    with pytest.raises(ConfigError, match="otherwise than the tokens"):
+        prove(*arguments[:4], 202)
 
 
 def test_files_of_other_weights_and_damaged_ones_are_refused(tmp_path: Path) -> None:

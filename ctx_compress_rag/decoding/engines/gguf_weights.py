@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,12 +19,15 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.exported import is_exportable, write_exported_bundle
 from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
+from ctx_compress_rag.decoding.engines.gguf_conversion import convert_checkpoint
 from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp, threads
+from ctx_compress_rag.decoding.engines.llama_cpp_proof import distance, scores_of, spread
+from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import write_decoder
-from ctx_compress_rag.models.layers import added_to_weights
+from ctx_compress_rag.models.layers import added_to_weights, merged_copy
 from ctx_compress_rag.prompt import Side
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ GgufWeights = Literal["F32", "BF16", "Q8_0", "Q4_0"]
 
 _FTYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # llama.cpp's numbers
 _DIGEST = "general.description"  # a field that llama.cpp's own converter can write, too
+_UNLIKE = 0.05  # of the largest score: rounding of memory to half precision, of weights to bfloat16
 _ROUNDING = 0.01  # a bfloat16 decoder's weights, compared with its file's
 
 
@@ -84,8 +89,16 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
     return folder
 
 
-def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") -> list[str]:
-    """Write GGUF files and return []; without a GGUF decoder, checkpoints and the shell commands to convert them."""
+def export_for_llama_cpp(
+    bundle: Bundle, folder: Path, weights: str = "BF16", converter: Path | None = None
+) -> list[str]:
+    """Write GGUF files and return []; without a GGUF decoder, checkpoints and the shell commands to convert them.
+
+    With `converter`, the place of llama.cpp's own, they are converted.
+
+    Raises:
+        ConfigError: the decoder cannot be converted, or llama.cpp has other scores than transformers.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     decoder, commands = bundle.config.decoder, []
     digests = weights_digests(bundle)
@@ -94,11 +107,19 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16") ->
     for side, digest in digests.items():
         with bundle.backbone.lock:
             added = _added(bundle, side)
-        if isinstance(decoder, GgufDecoder):
-            source = gguf_file(decoder, bundle.config.revision)
-            _write(bundle, source, added, side, folder / f"{side}.gguf", weights)
-        else:
+        if not isinstance(decoder, GgufDecoder) and converter is None:
             commands.append(_checkpoint(bundle, added, digest, folder / side, weights))
+            continue
+        with TemporaryDirectory(dir=folder) as part:
+            plain = Path(part, "f32.gguf")
+            if isinstance(decoder, GgufDecoder):
+                _write(bundle, gguf_file(decoder, bundle.config.revision), added, side, plain)
+            else:
+                _checkpoint(bundle, added, digest, Path(part, side), weights)
+                convert_checkpoint(Path(str(converter)), Path(part, side), plain)
+            _check_scores(bundle, side, plain)
+            _quantize(plain, Path(part, "done.gguf"), weights)
+            Path(part, "done.gguf").rename(folder / f"{side}.gguf")
     return commands
 
 
@@ -124,7 +145,31 @@ def _checkpoint(bundle: Bundle, added: Mapping[str, Tensor], digest: str, folder
     return shlex.join([*command, "--outtype", weights.lower(), "--outfile", f"{folder}.gguf"])
 
 
-def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side, file: Path, weights: str) -> None:
+def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
+    """Raise ConfigError if llama.cpp has other scores than transformers; the text is longer than sliding windows."""
+    backbone, own = bundle.backbone, bundle.reader.own
+    config = backbone.config.get_text_config()
+    size = min(EngineOptions().context_size, backbone.window or EngineOptions().context_size)
+    window = getattr(config, "sliding_window", None) or 0
+    ids = spread(config.vocab_size, min(window + 12, size - 1))
+    with backbone.lock, torch.no_grad():
+        model = own if side == "reader" and own is not None else None
+        model = model or merged_copy(backbone.model, bundle.adapter_shares(side))
+        expected = model(torch.tensor([ids], device=backbone.device)).logits[0, -12:].float().cpu().numpy()
+    found = scores_of(file, gguf_weights_digest(bundle, side), backbone.dim, config.vocab_size, size, ids)
+    if found is None:
+        raise ConfigError(
+            f"llama.cpp cannot read the GGUF file of {bundle.config.name!r} ({config.model_type}): use the engine "
+            "'transformers', or vLLM"
+        )
+    if (off := distance(found, expected)) > _UNLIKE:
+        raise ConfigError(
+            f"llama.cpp computes {bundle.config.name!r} otherwise than transformers ({config.model_type}): after "
+            f"{len(ids)} tokens, scores differ by {off:.2g} of the largest: use the engine 'transformers', or vLLM"
+        )
+
+
+def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side, plain: Path) -> None:
     """Write a decoder's GGUF file with other weights, and without its tokenizer, which llama.cpp does not need here."""
     with needs("llama-cpp"):
         import gguf
@@ -140,27 +185,23 @@ def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side
         changes[f"{names.get_name(base) or base}.{suffix}"] = name, delta
     if unknown := changes.keys() - {tensor.name for tensor in reader.tensors}:
         raise ConfigError(f"{source} has no tensor {min(unknown)!r}, which the bundle's adapters change")
-    with TemporaryDirectory(dir=file.parent) as part:
-        plain = Path(part, "f32.gguf")
-        writer = gguf.GGUFWriter(plain, arch)
-        _copy_fields(reader, writer, bundle.backbone.embeddings.num_embeddings)
-        writer.add_description(gguf_weights_digest(bundle, side))
-        for tensor in reader.tensors:
-            shape = tensor.shape[::-1].tolist()
-            writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), int(np.prod(shape)) * 4)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        state = bundle.backbone.own_state()
-        for tensor in reader.tensors:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            if tensor.name in changes:
-                name, delta = changes[tensor.name]
-                values = values + _in_file_order(delta.cpu().numpy(), state[name].float().numpy(), values, text_config)
-            writer.write_tensor_data(values)
-        writer.close()
-        _quantize(plain, Path(part, "done.gguf"), weights)
-        Path(part, "done.gguf").rename(file)
+    writer = gguf.GGUFWriter(plain, arch)
+    _copy_fields(reader, writer, bundle.backbone.embeddings.num_embeddings)
+    writer.add_description(gguf_weights_digest(bundle, side))
+    for tensor in reader.tensors:
+        shape = tensor.shape[::-1].tolist()
+        writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), int(np.prod(shape)) * 4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    state = bundle.backbone.own_state()
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if tensor.name in changes:
+            name, delta = changes[tensor.name]
+            values = values + _in_file_order(delta.cpu().numpy(), state[name].float().numpy(), values, text_config)
+        writer.write_tensor_data(values)
+    writer.close()
 
 
 def _copy_fields(reader: Any, writer: Any, vocabulary: int) -> None:

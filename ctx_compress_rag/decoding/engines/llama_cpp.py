@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ctx_compress_rag.bundle.exported import ExportedBundle
 from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
+from ctx_compress_rag.decoding.engines.llama_cpp_proof import prove
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest, DecodingScheduler
 from ctx_compress_rag.decoding.sampling import Put, Sampling
@@ -75,6 +76,7 @@ class LlamaCppEngine:
             self._scheduler.check_open()
             if side not in self._contexts:
                 file = self._folder / f"{side}.gguf"
+                prove(file, self._digests[side], *self._embeddings, self._size)
                 self._contexts[side] = LlamaCppContext(
                     file, self._digests[side], *self._embeddings, self._size, self._batch_size
                 )

@@ -91,7 +91,11 @@ class LlamaCppContext:
         frees.callback(llama.llama_free, context)
         self._memory = llama.llama_get_memory(context)
         self.size, self._dim, self._vocabulary, self._sequences = size, dim, vocabulary, sequences
-        self._batches = [llama.llama_batch_init(max(_BATCH, sequences), width, 1) for width in (0, dim)]
+        # A vector in a multimodal decoder (M-RoPE) has four positions, for which a longer batch has room.
+        multimodal = llama.LLAMA_ROPE_TYPE_MROPE, getattr(llama, "LLAMA_ROPE_TYPE_IMROPE", 40)
+        self._axes = 4 if llama.llama_model_rope_type(model) in multimodal else 1
+        room = max(_BATCH, sequences)
+        self._batches = [llama.llama_batch_init(room * self._axes, width, 1) for width in (0, dim)]
         for batch in self._batches:
             frees.callback(llama.llama_batch_free, batch)
         # A recurrent state is of the whole text, so none of its beginning can be kept.
@@ -138,6 +142,19 @@ class LlamaCppContext:
         number, place, ids = (np.asarray(each) for each in zip(*tokens, strict=True))
         return self._decode(ids, place, number, np.ones(len(ids), dtype=bool))
 
+    def score(self, ids: Any, vectors: bool) -> Any:
+        """Read tokens, given as ids or as their vectors, into an empty memory, which is emptied again.
+
+        Shape: ids (tokens,) -> (tokens, vocabulary), the scores of the token after each
+        """
+        inputs, scores = self._rows(ids) if vectors else ids, []
+        for at in range(0, len(ids), _BATCH):
+            part = inputs[at : at + _BATCH]
+            places, first = np.arange(at, at + len(part)), np.zeros(len(part), int)
+            scores.append(np.asarray(self._decode(part, places, first, first == 0)))
+        self.clear()
+        return np.concatenate(scores)
+
     def drop(self, number: int) -> None:
         """Empty one sequence."""
         self._llama.llama_memory_seq_rm(self._memory, number, -1, -1)
@@ -153,14 +170,17 @@ class LlamaCppContext:
 
     def _vectors(self, piece: Any) -> Any:
         """Return a piece of a prompt in llama.cpp's form of embeddings, float32 (length, dim)."""
-        import gguf
-
         if is_vectors(piece):
             return (piece if isinstance(piece, np.ndarray) else piece.float().cpu().numpy()) * np.float32(
                 self._vector_scale
             )
-        rows = gguf.quants.dequantize(self._table.data[np.asarray(piece)], self._table.tensor_type)
-        return rows.astype(np.float32).reshape(len(piece), self._dim) * np.float32(self._row_scale)
+        return self._rows(np.asarray(piece))
+
+    def _rows(self, ids: Any) -> Any:
+        import gguf
+
+        rows = gguf.quants.dequantize(self._table.data[ids], self._table.tensor_type)
+        return rows.astype(np.float32).reshape(len(ids), self._dim) * np.float32(self._row_scale)
 
     def _reuse(self, number: int, prompt: Prompt) -> int:
         """Copy what is kept of an earlier prompt's beginning into a sequence; return how many positions were copied."""
@@ -186,7 +206,9 @@ class LlamaCppContext:
         batch.n_tokens = count
         target = batch.embd if inputs.ndim == 2 else batch.token
         np.ctypeslib.as_array(target, (inputs.size,))[:] = inputs.reshape(-1)
-        np.ctypeslib.as_array(batch.pos, (count,))[:] = places
+        if inputs.ndim == 2 and self._axes > 1:  # of text, all are equal, but for the last
+            places = np.concatenate([*[places] * (self._axes - 1), np.zeros_like(places)])
+        np.ctypeslib.as_array(batch.pos, (len(places),))[:] = places
         np.ctypeslib.as_array(batch.n_seq_id, (count,))[:] = 1
         np.ctypeslib.as_array(batch.logits, (count,))[:] = wanted
         for at, number in enumerate(numbers.tolist()):

@@ -1,0 +1,26 @@
+"""The command that tries GGUF files: transformers' reading, llama.cpp's conversion and its scores."""
+
+from typing import Annotated
+
+import typer
+
+from benchmarks.lab import lab
+from ctx_compress_rag.cli.command import command
+
+
+@command("./llama.cpp", lab)
+def gguf(
+    converter: Annotated[str, typer.Argument(metavar="FILE", help="llama.cpp's converter, or a folder with it.")],
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A row; repeatable.")] = None,
+) -> None:
+    """Print, for tiny models, whether their GGUF files are read, and whether llama.cpp runs them, or why not."""
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    from benchmarks.gguf_files.shapes import SHAPES
+    from benchmarks.gguf_files.trial import tried
+
+    print("| model | GGUF read | llama.cpp |\n|---|---|---|")
+    for name in only or SHAPES:
+        with TemporaryDirectory() as folder:
+            print(f"| {name} | {' | '.join(tried(name, Path(converter), Path(folder)))} |", flush=True)

@@ -1,0 +1,103 @@
+"""Prove that llama.cpp computes with vectors what it computes with the tokens that they are, before it answers.
+
+Some architectures scale vectors, read tokens beside them, or end the process: the proof runs in a process of its own.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from ctx_compress_rag.errors import ConfigError, CtxCompressError
+
+_TOKENS = 12
+_TOLERANCE = 0.02  # of the largest score
+_UNREADABLE = 3  # the exit code for a file that cannot be opened
+
+Array = np.ndarray[Any, Any]
+
+
+def prove(file: Path, digest: str, dim: int, vocabulary: int, size: int) -> None:
+    """Raise ConfigError if llama.cpp reads vectors otherwise than tokens, or dies of them.
+
+    The arguments are those of `LlamaCppContext`. It runs once for a file and version of llama.cpp.
+    """
+    from huggingface_hub import cached_assets_path
+
+    if not file.is_file():
+        return  # opening it says so
+    status = file.stat()
+    said = f"{digest} {status.st_size} {status.st_mtime_ns} {size} {version('llama-cpp-python')}"
+    name = hashlib.sha256(said.encode()).hexdigest()
+    try:
+        proved = Path(cached_assets_path("ctx_compress_rag", "llama.cpp-proved"), name)
+        if proved.exists():
+            return
+    except OSError:  # nothing can be kept here
+        proved = None
+    if scores_of(file, digest, dim, vocabulary, size, spread(vocabulary)) is not None and proved is not None:
+        with suppress(OSError):
+            proved.touch()
+
+
+def spread(vocabulary: int, count: int = _TOKENS) -> list[int]:
+    """Return numbers of tokens from all over a vocabulary."""
+    return [(7 + at * 7919) % vocabulary for at in range(count)]
+
+
+def scores_of(file: Path, digest: str, dim: int, vocabulary: int, size: int, ids: list[int]) -> Array | None:
+    """Return what llama.cpp scores after the last tokens, given as vectors; None if the file cannot be opened.
+
+    Shape: -> (12, vocabulary)
+
+    Raises:
+        ConfigError: given as tokens, they have other scores, or the process ended.
+    """
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "scores.npy")
+        task = json.dumps([str(file), digest, dim, vocabulary, size, ids, str(out)])
+        child = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
+        if child.returncode == _UNREADABLE:
+            return None
+        remedy = "use the engine 'transformers', or vLLM"
+        if child.returncode or not out.is_file():
+            last = (child.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise ConfigError(
+                f"llama.cpp ends the process (exit code {child.returncode}; it said {last!r}) when {file} reads "
+                f"vectors in place of tokens: {remedy}"
+            )
+        tokens, vectors = np.load(out)
+    if (off := distance(vectors, tokens)) > _TOLERANCE:
+        raise ConfigError(
+            f"llama.cpp reads the vectors of tokens otherwise than the tokens: with {file}, scores differ by {off:.2g} "
+            f"of the largest: {remedy}"
+        )
+    return np.asarray(vectors)
+
+
+def distance(found: Array, expected: Array) -> float:
+    """Return the largest difference as a share of the largest expected value, infinite where a score is no number."""
+    off = float(np.abs(found - expected).max() / np.abs(expected).max())
+    return off if np.isfinite(off) else float("inf")
+
+
+def _compare(task: str) -> None:
+    from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext
+
+    file, digest, dim, vocabulary, size, ids, out = json.loads(task)
+    try:
+        context = LlamaCppContext(Path(file), digest, dim, vocabulary, size, 1)
+    except CtxCompressError:
+        sys.exit(_UNREADABLE)
+    np.save(out, np.stack([context.score(np.array(ids), vectors=vectors)[-_TOKENS:] for vectors in (False, True)]))
+
+
+if __name__ == "__main__":
+    _compare(sys.argv[1])
