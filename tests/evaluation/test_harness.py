@@ -72,7 +72,7 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
         budget = len(preparer.token_ids("\n\n".join(mark_texts(store, q.passages, ratio=8))))
         options: dict[str, Any] = {"token_budget": budget, "question": q.question}
         chosen = {
-            BEST: [best] if len(preparer.token_ids(best)) <= budget else mark_texts(store, [best], token_budget=budget),
+            BEST: mark_texts(store, [best], token_budget=budget),
             MIXED: mark_texts(store, q.passages, text_share=0.5, scores=cosines, **options),
             EXTRACTED: mark_texts(store, q.passages, text_share=1, **options),
             "shouted": shouted(q.passages, tiny_bundle.tokenizer, budget - len(preparer.token_ids("\n\n"))),

@@ -13,7 +13,7 @@ from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.store.marker import Marker
+from ctx_compress_rag.store.marker import Marker, marked_passages, read_parts
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers.models import draw_lora, tiny_config, tiny_llama
@@ -148,5 +148,5 @@ def ask(store: SoftContextStore, texts: list[str] = PASSAGES, question: str = QU
 
 def read(store: SoftContextStore, texts: list[str]) -> tuple[list[str], list[Marker]]:
     """The kept texts and the markers of marked passages, in order."""
-    parts = [part for text in texts for part in store.split(text)]
+    parts = [part for text in texts for part in read_parts(marked_passages(store.split(text)))]
     return [p for p in parts if isinstance(p, str)], [p for p in parts if isinstance(p, Marker)]

@@ -74,6 +74,21 @@ def test_a_quotation_has_a_texts_words_whatever_the_white_space() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "has", "has_not"),
+    [
+        ("7", "1977 had 7 doors.", "Built in 1977."),
+        ("oak", "Soak the (oak)!", "Soak the peas."),
+        ("5 years", "It lasts 5\nyears.", "It lasts 15 years."),
+        ("1.5", "It costs 1.5.", "It costs 11.5, or 1.50, or 1.5.1."),
+        ("4:51", "At 4:51, they left.", "At 14:51, or 4:51:20."),
+        ("\u6771\u4eac", "\u9996\u90fd\u662f\u6771\u4eac\u3002", "\u6771 \u4eac"),
+    ],
+)
+def test_a_quotation_is_of_whole_words_and_numbers(answer: str, has: str, has_not: str) -> None:
+    assert quoted_from(answer, has) and not quoted_from(answer, has_not)
+
+
+@pytest.mark.parametrize(
     ("prediction", "answer", "precision", "recall"),
     [
         ("首都是东京。", "东京", 2 / 5, 1),

@@ -13,7 +13,7 @@ from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.caches import InMemoryCache
-from langchain_core.language_models import FakeListChatModel
+from langchain_core.language_models import BaseChatModel, FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 
@@ -110,6 +110,39 @@ def test_cache_is_keyed_by_what_the_answer_depends_on(
         ChatCompressedContext(store=store, cache=cache, max_tokens=TOKENS).invoke(QUESTION)
         assert len(seen) == 1
     assert app.llm(cache=cache).invoke(QUESTION).content == own
+
+
+def test_each_option_is_in_the_cache_key_if_answers_depend_on_it(app: App) -> None:
+    changed = {
+        **{"max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "stop": ["x"], "seed": 1, "extractive": True},
+        **{"logprobs": True, "decoder_settings": False, "on_unreadable": "text", "scope": "anna", "merge": True},
+        **{"engine": "http://localhost:1", "output_version": "v1"},
+    }
+    tested_with_others = {"store", "top_logprobs", "weights"}  # another store, logprobs, llama.cpp
+    of_langchain = {*BaseChatModel.model_fields, "streaming"} - {"output_version"}
+    of_the_machine = {"batch_size", "context_size", "api_key", "timeout", "max_retries"}
+    fields = {*changed, *tested_with_others, *of_langchain, *of_the_machine}
+    assert fields == {*ChatCompressedContext.model_fields}
+    keys = [app.llm(**{name: value})._get_llm_string() for name, value in changed.items()]
+    keys += [app.llm()._get_llm_string(), app.llm(logprobs=True, top_logprobs=2)._get_llm_string()]
+    assert len(set(keys)) == len(changed) + 2
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"type": "reasoning", "reasoning": "They greet."},
+        {"type": "thinking", "thinking": "They greet.", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "They greet."}]},
+    ],
+)
+def test_thoughts_of_another_model_are_left_out(app: App, thought: dict[str, Any]) -> None:
+    chat = [HumanMessage("Hi"), AIMessage("Hello"), HumanMessage(QUESTION)]
+    told = [chat[0], AIMessage([thought, {"type": "text", "text": "Hello"}]), chat[2]]
+    assert app.llm().invoke(told).content == app.llm().invoke(chat).content
+    with pytest.raises(ConfigError, match="only text"):
+        app.llm().invoke([HumanMessage([thought])])
 
 
 async def test_stop_strings_of_the_model_are_part_of_the_cache_key(app: App) -> None:
