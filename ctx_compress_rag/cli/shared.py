@@ -27,7 +27,7 @@ AnswerTokens = Annotated[
         "--max-tokens",
         metavar="N",
         min=1,
-        help="Longest answer, in tokens.  [default: the bundle's; if it has none, 512 in ask and 32 in eval]",
+        help="Longest answer, in tokens.  [default: the bundle's, the longest in its training]",
     ),
 ]
 Extractive = Annotated[

@@ -20,7 +20,7 @@ def train(
     ],
     minutes: Annotated[
         float | None,
-        typer.Option(metavar="N", min=0, help="Save a checkpoint and stop after this time.  [default: no limit]"),
+        typer.Option(metavar="N", min=0, help="Save what is trained, and stop, after this time.  [default: no limit]"),
     ] = None,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again; removes earlier checkpoints.")] = False,
 ) -> None:

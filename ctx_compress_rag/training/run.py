@@ -53,7 +53,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
     Raises:
         ConfigError: the output folder holds checkpoints of a recipe with other settings, another process is training
             into it, or a file that the recipe reads is missing.
-        TimeUpError: the deadline came before the end. The same call resumes there.
+        TimeUpError: the deadline came before the end. What is trained by then is saved; the same call resumes.
         TrainingError: the loss or a weight became NaN or infinite.
         OSError: a file cannot be written.
     """
@@ -84,8 +84,14 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
             report |= {"recipe": recipe.model_dump(mode="json"), _FILES_KEY: files}
             with write_errors_named(recipe.output):
                 job.save(report)
-            write_json(recipe.output / REPORT_FILE, report)
+            if report["steps"] == recipe.optim.steps:  # which means that the recipe is finished
+                write_json(recipe.output / REPORT_FILE, report)
         training_processes().wait_for_everyone()  # the next recipe may need what the main process has written
+    if report["steps"] < recipe.optim.steps:
+        raise TimeUpError(
+            f"{recipe.output}: stopped at step {report['steps']} of {recipe.optim.steps}, with what is trained saved; "
+            "the same command resumes there"
+        )
     return recipe.output
 
 

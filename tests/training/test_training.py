@@ -318,17 +318,19 @@ def test_a_window_beyond_the_decoders_positions_is_refused(decoder: Path, tmp_pa
         run_recipe(write_recipe(decoder, "answer", tmp_path / "out", window=2048))
 
 
-def test_a_time_limit_saves_a_checkpoint_and_the_same_command_goes_on(
+def test_a_time_limit_saves_a_bundle_and_the_same_command_goes_on(
     decoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     optim = {"steps": 4, "batch_size": 2, "save_every": 2}
-    whole, cut = (str(write_recipe(decoder, "adapter", tmp_path / name, optim)) for name in ("whole", "cut"))
+    whole, cut = (str(write_recipe(decoder, "answer", tmp_path / name, optim)) for name in ("whole", "cut"))
     assert main(["train", whole]) == 0
     capsys.readouterr()
     assert main(["train", cut, "--minutes", "0", "--no-resume"]) == 0
     assert capsys.readouterr().out.strip().endswith("without --no-resume")
     assert main(["train", cut, "--minutes", "0.001"]) == 0  # the decoder alone takes longer to load
-    assert re.search("stopped at step [123] of 4", capsys.readouterr().out)
+    stopped = re.search("stopped at step ([123]) of 4", capsys.readouterr().out)
+    assert stopped and report(tmp_path / "cut" / "bundle")["steps"] == int(stopped[1])
+    Bundle.from_pretrained(tmp_path / "cut" / "bundle")
     assert not (tmp_path / "cut" / "training_report.json").exists()
     assert main(["train", cut]) == 0
     assert report(tmp_path / "cut")["resumed"] is True

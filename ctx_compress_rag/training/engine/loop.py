@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from ctx_compress_rag.errors import ConfigError, TimeUpError, TrainingError, needs
+from ctx_compress_rag.errors import ConfigError, TrainingError, needs
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers
 from ctx_compress_rag.training.engine.optimizers import (
@@ -108,7 +108,8 @@ def train_job(
     """Train a job's model, write `loss.json`, and return a report.
 
     Checkpoints go to `output/checkpoints`. With `resume`, training goes on from the last one, if any, with the same
-    data order, learning rate and random state. `deadline` and the errors are those of `run.run_recipe`.
+    data order, learning rate and random state. `deadline` and the errors are those of `run.run_recipe`, but for the
+    TimeUpError: the report's `steps` are those made.
     """
     training = _Training(job, optim, output, seed)
     resumed = training.begin(resume)
@@ -116,7 +117,7 @@ def train_job(
     training.finish()
     history = training.history
     return {
-        "steps": optim.steps,
+        "steps": training.step,
         "seconds": training.so_far()["seconds"],
         "resumed": resumed,
         **speed_report(history),
@@ -264,13 +265,9 @@ class _Training:
         )
 
     def finish(self) -> None:
-        """Write `loss.json`, and replace weights by their average, if any; raise a TimeUpError if steps are left."""
+        """Write `loss.json`, and replace weights by their average, if any."""
         if self.accelerator.is_main_process:
             (self.output / "loss.json").write_text(json.dumps(self.history, indent=1), encoding="utf-8")
-        if self.step < self.optim.steps:
-            raise TimeUpError(
-                f"{self.output}: stopped at step {self.step} of {self.optim.steps}; the same command resumes there"
-            )
         if self.average is not None:
             with torch.no_grad():
                 for weight, mean in zip(self.parameters, self.average.parameters(), strict=True):
