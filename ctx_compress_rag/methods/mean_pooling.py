@@ -124,7 +124,7 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
     def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> dict[int, SlotBatch]:
         """Encode once and pool at every ratio (section 4.2: ratios share the encoder's work)."""
         ids, mask, first = self.behind_bos(input_ids, attention_mask)
-        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)  # Qwen4-exp broadcasts none
         full = full_attention_mask(mask, self.backbone.embeddings.weight.dtype)
         vectors = self.token_vectors(ids, full, positions)[:, first:]
         return {ratio: SlotBatch(*mean_pool_slots(vectors, attention_mask, ratio)) for ratio in ratios}

@@ -166,7 +166,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
             hidden: Tensor = trunk(
                 **self.backbone.inputs.of(self.backbone.inputs.embed(input_ids), input_ids),
                 attention_mask=attention_mask,
-                position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0),
+                position_ids=torch.arange(input_ids.shape[1], device=input_ids.device).expand(len(input_ids), -1),
                 use_cache=False,
             ).last_hidden_state
         return hidden[:, first:].float()
