@@ -24,7 +24,8 @@ def make_reader(
     model = architectures.model(name) if model is None else model
     backbone = Backbone(model.double() if double else model, architectures.tokenizer(name))
     torch.manual_seed(1)
-    reader = ArcAlignerReader(backbone, 12, ArcAlignerConfig(**({"lora": LORA, "gate_width": 8} | settings)))
+    config = ArcAlignerConfig.model_validate({"lora": LORA, "gate_width": 8, **settings})
+    reader = ArcAlignerReader(backbone, 12, config)
     reader.initialize(1.0)
     if wide:
         for part, parameter in [*reader.lora.named_parameters(), *reader.gates.named_parameters()]:

@@ -147,7 +147,7 @@ def train_tokenizer(
     bpe.train_from_iterator(texts, trainer)
     if style.adds_bos:
         bpe.post_processor = processors.TemplateProcessing(
-            single=f"{style.bos} $A", special_tokens=[(style.bos, bpe.token_to_id(style.bos))]
+            single=f"{style.bos} $A", special_tokens=[(style.bos, bpe.token_to_id(str(style.bos)))]
         )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe,

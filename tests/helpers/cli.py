@@ -91,7 +91,7 @@ def without_rights() -> tuple[str, ...]:
 
 def contents(store: Path) -> dict[str, tuple[Any, ...]]:
     """Everything an index holds, by id, straight from Chroma."""
-    client = chromadb.PersistentClient(str(store))
+    client: Any = chromadb.PersistentClient(str(store))
     try:
         rag = client.get_collection("passages").get(include=["documents", "metadatas", "embeddings"])
         soft = client.get_collection("passages-ctx").get(include=["metadatas"])

@@ -88,8 +88,8 @@ class App:
     def slots(self, name: str, ratio: int) -> int:
         """Slots of a passage by plain arithmetic: windows of `window` tokens, blocks of `ratio` within each."""
         tokens = len(self.bundle.tokenizer(TEXTS[name], add_special_tokens=False)["input_ids"])
-        base = math.ceil(tokens / self.bundle.config.base_ratio)
-        return math.ceil(base / (ratio // self.bundle.config.base_ratio))
+        base_ratio: int = self.bundle.config.base_ratio
+        return math.ceil(math.ceil(tokens / base_ratio) / (ratio // base_ratio))
 
     def llm(self, **options: Any) -> ChatCompressedContext:
         return ChatCompressedContext(store=self.store, **{"max_tokens": TOKENS, **options})

@@ -9,8 +9,8 @@ import chromadb
 from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import Field
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMChatStartEvent
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -87,7 +87,7 @@ class App:
 
     def postprocessor(self, **arguments: Any) -> CompressedContextPostprocessor:
         chosen = arguments if "token_budget" in arguments else {"ratio": RATIO, **arguments}
-        return CompressedContextPostprocessor(self.store, **chosen)
+        return CompressedContextPostprocessor(store=self.store, **chosen)
 
     def nodes(self) -> list[NodeWithScore]:
         return self.index.as_retriever(similarity_top_k=TOP_K).retrieve(QUESTION)
@@ -125,7 +125,7 @@ class App:
         for event in events.ended:
             chat = [{"role": m.role.value, "content": m.content or ""} for m in event.messages]
             direct = self.answer(chat)
-            assert event.response is not None
+            assert event.response is not None and event.response.raw is not None
             assert event.response.message.content == direct.text
             assert event.response.raw["usage"]["prompt_tokens"] == direct.prompt_tokens
             in_prompt = sum(self.slots("\n".join(message["content"] for message in chat)))

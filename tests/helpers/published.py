@@ -37,7 +37,7 @@ def imported(name: str, folder: Path) -> Bundle:
         shutil.copytree(source, made)
         return Path(shutil.copytree(own, made, dirs_exist_ok=True))
 
-    options = {part: str(tokenized(Path(place))) for part, place in CASES[name].items()}
+    options: dict[str, Any] = {part: str(tokenized(Path(place))) for part, place in CASES[name].items()}
     return import_published(tokenized(CHECKPOINTS / name), folder, **options, device="cpu", dtype="float32")
 
 

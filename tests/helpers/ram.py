@@ -82,13 +82,13 @@ def plain_cosine(a: Tensor, b: Tensor) -> float:
 
 def plain_mean(states: Tensor) -> Tensor:
     """Eq. 1."""
-    return sum(states) / len(states)
+    return torch.stack([*states]).sum(0) / len(states)
 
 
 def plain_skim(states: Tensor, question: Tensor) -> Tensor:
     """Eq. 4."""
     weights = [math.exp(plain_cosine(state, question)) for state in states]
-    return sum(weight / sum(weights) * state for weight, state in zip(weights, states, strict=True))
+    return torch.stack([weight / sum(weights) * state for weight, state in zip(weights, states, strict=True)]).sum(0)
 
 
 def plain_choice(

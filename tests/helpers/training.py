@@ -75,7 +75,8 @@ def settings_of(
     decoder: Path, stage: str, output: Path, optim: dict[str, Any] | None = None, /, **changes: Any
 ) -> dict[str, Any]:
     """A recipe of one of STAGES for `decoder`; changes take the place of its keys, and None takes one out."""
-    settings = {"output": str(output), "decoder": str(decoder), "data": {"files": [str(decoder / "data.jsonl")]}}
+    data: dict[str, Any] = {"files": [str(decoder / "data.jsonl")]}
+    settings: dict[str, Any] = {"output": str(output), "decoder": str(decoder), "data": data}
     if stage in ("update_predictor", "hypertuning"):
         settings["base"] = str(decoder / "base")
     elif stage not in ("retrieval_adapter", "prompt_tuning"):

@@ -83,7 +83,8 @@ class FakeVllm:
             embeds = loaded.unsqueeze(0)
         else:
             embeds = backbone.embeddings(torch.tensor([body["prompt"]]))
-        ids, noted = [], []
+        ids: list[int] = []
+        noted: list[torch.Tensor] = []
         with torch.no_grad(), backbone.use(self.shares[body["model"]]) as model:
             while len(ids) < body["max_tokens"]:
                 noted.append(model(inputs_embeds=embeds, use_cache=False).logits[0, -1])
