@@ -1,5 +1,6 @@
 """A real llama.cpp gives the scores of transformers, whatever a family does, and its answers, however many ask."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -287,3 +288,14 @@ def test_nothing_is_written_by_itself_for_a_decoder_of_another_format(tiny_bundl
     with pytest.raises(ConfigError, match="not a GGUF file"):
         Decoder(tiny_bundle, engine="llama.cpp")
     assert set(cache.rglob("*")) == before
+
+
+def test_a_decoder_of_another_format_is_converted(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """`LLAMA_CPP` is llama.cpp's source, which no package brings; export compares the scores with transformers'."""
+    with pytest.raises(ConfigError, match="convert_hf_to_gguf.py.*pip download"):
+        export_for_llama_cpp(tiny_bundle, tmp_path / "none", "F32", tmp_path)
+    if "LLAMA_CPP" not in os.environ:
+        pytest.skip("set LLAMA_CPP to llama.cpp's source")
+    assert export_for_llama_cpp(tiny_bundle, tmp_path / "made", "BF16", Path(os.environ["LLAMA_CPP"])) == []
+    answers = Decoder(tiny_bundle, engine="llama.cpp", weights=str(tmp_path / "made")).generate(["Who?"])
+    assert answers[0].prompt_tokens

@@ -135,7 +135,9 @@ def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
 def _checkpoint(bundle: Bundle, added: Mapping[str, Tensor], digest: str, folder: Path, weights: str) -> str:
     """Write a transformers checkpoint; return the command that converts it to GGUF."""
     folder.mkdir(exist_ok=True)
-    write_decoder(bundle.backbone.model, bundle.tokenizer, folder)
+    model = bundle.backbone.model
+    model.config.architectures = model.config.architectures or [type(model).__name__]  # the converter asks for it
+    write_decoder(model, bundle.tokenizer, folder)
     bundle.backbone.generation_config.save_pretrained(folder)
     state = bundle.backbone.own_state()
     merged = {name: (value.float() + added[name]).to(value.dtype) for name, value in state.items() if name in added}
