@@ -182,7 +182,7 @@ def tiny_tokenizer() -> Any:
 
 def tiny_config(name: str) -> Any:
     """Return a config of a type, of few and narrow layers, for the tiny tokenizer."""
-    kind = CONFIG_MAPPING[name]
+    kind: Any = CONFIG_MAPPING[name]
     if name not in WRAPPERS:
         return kind(**_shrunk(kind))
     text = type(kind().text_config)

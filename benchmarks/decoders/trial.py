@@ -124,8 +124,12 @@ def _answers(folder: Path) -> None:
     decoder = Decoder(PlainDecoder.load(folder))
     reference = decoder.bundle.backbone.model
     ids = [torch.from_numpy(prompt.ids()) for prompt in decoder.preparer.prepare(_ASKED)]
-    wanted = [_greedy(reference, lambda answer, own=own: {"input_ids": torch.cat([own, answer])[None]}) for own in ids]
+    wanted = [_greedy(reference, partial(_continued, own)) for own in ids]
     _check_answers(decoder, _ASKED, wanted)
+
+
+def _continued(ids: Tensor, answer: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": torch.cat([ids, answer])[None]}
 
 
 class _Trial:

@@ -161,7 +161,7 @@ def adapted_share(model: Any, adapter: str) -> float:
     """Return the share of the weights of a causal LM's layers that belong to a matrix that an adapter changes."""
     layers = decoder_layers(model)
     adapted = [layer for _, layer in tuner_layers(layers) if adapter in layer.scaling]
-    changed = sum(getattr(layer.get_base_layer(), adapted_weight(layer)).numel() for layer in adapted)
+    changed: int = sum(getattr(layer.get_base_layer(), adapted_weight(layer)).numel() for layer in adapted)
     return changed / sum(weight.numel() for name, weight in layers.named_parameters() if "lora_" not in name)
 
 

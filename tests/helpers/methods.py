@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ctx_compress_rag import Bundle, SoftContext
-from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TokenizedPassage, pad_token_ids
+from ctx_compress_rag import Bundle
+from ctx_compress_rag.methods.base.compressor import (
+    PassageSlots,
+    SlotBatch,
+    TokenCompressor,
+    TokenizedPassage,
+    pad_token_ids,
+)
 from ctx_compress_rag.methods.comprexit import ComprexitCompressor, ComprexitConfig
 from ctx_compress_rag.models.backbone import Backbone
 from helpers.models import tiny_config, tiny_llama
@@ -120,7 +126,7 @@ def trained(bundle: Bundle) -> list[torch.nn.Parameter]:
 
 def compress_ids(
     compressor: TokenCompressor, passages: Sequence[list[int]], ratio: int, window: int = 64, batch_tokens: int = 8192
-) -> list[SoftContext]:
+) -> list[PassageSlots]:
     """Compress passages given as token ids."""
     return compressor.compress([TokenizedPassage("", ids) for ids in passages], ratio, window, batch_tokens)
 

@@ -41,7 +41,7 @@ def threads() -> int:
 def load_llama_cpp() -> Any:
     """Return llama-cpp-python's low-level functions, whose messages go to this module's log."""
     with needs("llama-cpp"):
-        from llama_cpp import llama_cpp
+        from llama_cpp import llama_cpp  # type: ignore[attr-defined,unused-ignore]
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def log(level: int, text: bytes, data: Any) -> None:
