@@ -198,6 +198,7 @@ def tiny_config(name: str) -> Any:
     )
 
 
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size")
 _ENDS = ("pad", "bos", "eos")
 _VISION = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -215,7 +216,7 @@ def _shrunk(kind: Any) -> dict[str, Any]:
             sizes[experts] = min(sizes[experts], full[experts])  # a type without experts stays one
     if full.get("num_attention_heads") and full.get("num_key_value_heads") == full["num_attention_heads"]:
         sizes["num_key_value_heads"] = 4
-    vocabulary = {key: len(tokenizer) for key in ("vocab_size", "vocab_size_per_layer_input") if full.get(key)}
+    vocabulary = {key: len(tokenizer) for key in _VOCABULARIES if full.get(key)}
     ends = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.eos_token_id,

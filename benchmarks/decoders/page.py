@@ -20,6 +20,17 @@ computation, or refused with a reason.
 """
 
 
+# What an error says of one type, in words that fit all of them.
+_OWN_WORDS = {
+    r"cannot load the decoder '[^']*': |bundle 'tiny': ": "",
+    r"\b\w+(For\w+|LMHeadModel) of transformers [\d.]+": "it",
+    r"\(\w+Error: .*?\)(?=[:;,])|\(\w+_text\)": "",
+    r" ?: choose another decoder.*": "",
+    r"model\.layers\S+ and \S+": "layers",
+    r"the type '\w+'": "its type",
+}
+
+
 def decoder_page(found: Mapping[str, Mapping[str, str]], version: str) -> str:
     """Return the page in Markdown: types with the same outcomes are one row, and reasons stand below, by number."""
     reasons: dict[str, int] = {}
@@ -28,7 +39,7 @@ def decoder_page(found: Mapping[str, Mapping[str, str]], version: str) -> str:
         cells = tuple(_cell(said[way], name, reasons) for way in WAYS)
         rows.setdefault(cells, []).append(name)
     right = sum(all(said[way] == YES for way in ("answer", "train")) for said in found.values())
-    lines = [f"| types | {' | '.join(way[0].upper() + way[1:] if way.islower() else way for way in WAYS)} |"]
+    lines = [f"| types | {' | '.join(way.capitalize() if way.isalpha() and way.islower() else way for way in WAYS)} |"]
     lines.append("|---" * (len(WAYS) + 1) + "|")
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in sorted(rows.items(), key=_size)]
     lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items())]
@@ -43,7 +54,8 @@ def _cell(said: str, name: str, reasons: dict[str, int]) -> str:
     kind, _, reason = said.partition(": ")
     if not reason:
         return said
-    reason = re.sub(r"cannot load the decoder '[^']*': |bundle 'tiny': ", "", reason.replace(f"({name})", ""))
-    reason = " ".join(re.sub(r"\b\w+For(CausalLM|ConditionalGeneration)\b", "the decoder", reason).split())
+    for pattern, instead in _OWN_WORDS.items():
+        reason = re.sub(pattern, instead, reason.replace(f"({name})", ""))
+    reason = " ".join(reason.split())
     number = reasons.setdefault(reason[:1].upper() + reason[1:], len(reasons) + 1)
     return f"{'no' if kind == 'refused' else kind} ({number})"

@@ -145,7 +145,9 @@ def _layers_with_gradient(model: Any, kinds: tuple[type[nn.Module], ...]) -> set
                 hooks.callback(module.register_forward_hook(own).remove)
         embed = model.get_input_embeddings()
         ids = torch.arange(8, device=embed.weight.device).unsqueeze(0) % embed.weight.shape[0]
-        hooks.callback(embed.register_forward_hook(lambda module, args, out: out.detach().requires_grad_()).remove)
+        hooks.callback(
+            embed.register_forward_hook(lambda module, args, out: out.detach().requires_grad_().clone()).remove
+        )
         model(input_ids=ids, use_cache=False).logits.float().pow(2).sum().backward()
     return reached
 

@@ -187,7 +187,9 @@ def _open_folder(name: str | Path, where: dict[str, Any]) -> tuple[Any, bool, An
     config = whole if type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING else whole.get_text_config()
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers {__version__} has no causal LM for the type {config.model_type!r}")
-    config._commit_hash, config.tie_word_embeddings = hub_commit(whole), whole.tie_word_embeddings
+    config._commit_hash = hub_commit(whole)
+    if config is not whole:
+        config.tie_word_embeddings = whole.tie_word_embeddings
     tokenizer = AutoTokenizer.from_pretrained(name, **where)
     try:
         settings: Any = GenerationConfig.from_pretrained(name, **where)

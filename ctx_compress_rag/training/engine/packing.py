@@ -157,7 +157,7 @@ def keeps_apart(model: Any) -> bool:
 
     def with_gradient(module: Any, args: Any, out: Tensor) -> Tensor:
         vectors.append(out.detach().requires_grad_())
-        return vectors[-1]
+        return vectors[-1].clone()  # CTRL scales it in place
 
     def second(start: int, positions: Tensor) -> Tensor:
         read = decoder_trunk(model)(input_ids=ids[:, start:], position_ids=positions, use_cache=False)
