@@ -160,11 +160,12 @@ def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def adapted_share(model: Any, adapter: str) -> float:
-    """Return the share of the weights of a causal LM's layers that belong to a matrix that an adapter changes."""
-    layers = decoder_layers(model)
-    adapted = [layer for _, layer in tuner_layers(layers) if adapter in layer.scaling]
-    changed: int = sum(getattr(layer.get_base_layer(), adapted_weight(layer)).numel() for layer in adapted)
-    return changed / sum(weight.numel() for name, weight in layers.named_parameters() if "lora_" not in name)
+    """Return the share of the weights of a causal LM's trunk, without embeddings, that an adapter changes."""
+    trunk, embed = decoder_trunk(model), model.get_input_embeddings().weight
+    adapted = [layer for _, layer in tuner_layers(trunk) if adapter in layer.scaling]
+    changed = sum(getattr(layer.get_base_layer(), adapted_weight(layer)).numel() for layer in adapted)
+    own = [weight for name, weight in trunk.named_parameters() if "lora_" not in name and weight is not embed]
+    return changed / sum(weight.numel() for weight in own)
 
 
 def lora_delta(layer: Any, shares: Mapping[str, float]) -> Tensor | None:
