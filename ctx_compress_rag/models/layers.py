@@ -165,7 +165,7 @@ def adapted_share(model: Any, adapter: str) -> float:
     adapted = [layer for _, layer in tuner_layers(trunk) if adapter in layer.scaling]
     changed = sum(getattr(layer.get_base_layer(), adapted_weight(layer)).numel() for layer in adapted)
     own = [weight for name, weight in trunk.named_parameters() if "lora_" not in name and weight is not embed]
-    return changed / sum(weight.numel() for weight in own)
+    return float(changed / sum(weight.numel() for weight in own))
 
 
 def lora_delta(layer: Any, shares: Mapping[str, float]) -> Tensor | None:
