@@ -19,7 +19,7 @@ PACKAGED = "minilm"  # the name of the MiniLM that comes as a package and needs 
 
 
 @cache
-def load_embedder(name: str = PACKAGED) -> MiniLm | SentenceTransformer:
+def load_embedder(name: str) -> MiniLm | SentenceTransformer:
     """Return a model on the CPU, loaded once, for "minilm", a folder or a hub id (downloaded); else ConfigError."""
     if name == PACKAGED:
         from ctx_compress_rag.models.minilm import MiniLm

@@ -1,6 +1,7 @@
 """The harness, against answers made and scored one by one; several sets; answers kept while they are given."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
         chosen = {
             BEST: mark_texts(store, [best], token_budget=budget),
             MIXED: mark_texts(store, q.passages, text_share=0.5, scores=cosines, **options),
-            EXTRACTED: mark_texts(store, q.passages, text_share=1, **options),
+            # Without the markers without slots, which say whose sentences they are.
+            EXTRACTED: [re.sub(r" \[\[.*\]\]", "", t) for t in mark_texts(store, q.passages, text_share=1, **options)],
             "shouted": shouted(q.passages, tiny_bundle.tokenizer, budget - len(preparer.token_ids("\n\n"))),
             DEFAULT: mark_texts(store, q.passages, ratio=8, question=q.question, scores=cosines),
         }

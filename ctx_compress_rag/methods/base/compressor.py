@@ -241,9 +241,12 @@ class TrunkCompressor(Compressor):
 
         Returns None if the trunk takes no mask of four dimensions, as one whose layers keep a state.
         """
-        ids = torch.tensor([[1, 2], [1, 2]], device=self.backbone.embeddings.weight.device)
+        weight = self.backbone.embeddings.weight
+        ids = torch.tensor([[1, 2], [1, 2]], device=weight.device)
         ids[1, 1 - place] = 3
-        vectors = self.backbone.inputs.embed(ids)
+        # Noise of the embeddings' size, since reserved tokens may all have the same embedding.
+        noise = torch.randn(4, self.dim, generator=torch.Generator().manual_seed(0)) * self.backbone.embedding_rms()
+        vectors = noise.to(weight.device, weight.dtype)[ids]
         hidden = torch.zeros_like(allowed, dtype=vectors.dtype).masked_fill(~allowed, torch.finfo(vectors.dtype).min)
         mask = hidden.to(vectors.device).expand(2, 1, 2, 2)
         try:
