@@ -103,6 +103,8 @@ def _lines(lines: Sequence[str]) -> Iterator[PassageUnit]:
 
 def _names_columns(lines: Sequence[str], rows: Sequence[int]) -> bool:
     """Whether a table's first row names its columns: a rule is below it, or it has no figures, as others have."""
+    if not any(re.search(r"\w", lines[row]) for row in rows[1:]):
+        return False
     below = lines[rows[0] + 1]
     return not re.search(r"\w", below) or not re.search(r"\d", lines[rows[0]])
 

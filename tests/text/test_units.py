@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ctx_compress_rag.marking.budget import NOTHING, Budget, RetrievedText, ScoredSentence
@@ -55,6 +55,7 @@ def test_wrapped_sentences_are_not_cut_at_lines() -> None:
         st.sampled_from([*"ab.:|\t,-? \n\r\x0c\u2028", "\n\n", "1. ", "a: b\n", "| a | b |\n", "The pump runs. "])
     ).map("".join)
 )
+@example("|a: b\n|")
 def test_each_word_is_in_a_unit_or_its_heads(text: str) -> None:
     shown = "".join("".join("".join(each.path).split()) for each in split_passage(text))
     assert all(word in shown for word in re.findall(r"\w+", text))
