@@ -3,8 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from ctx_compress_rag import __version__
 from ctx_compress_rag.models.generation import continue_prompt
 from ctx_compress_rag.models.inputs import NO_TOKEN, DecoderInputs
+from ctx_compress_rag.models.passed import unless_passed
 from ctx_compress_rag.models.transformers_internals import cache_argument, can_share_cache
 
 _LONG, _SHORT, _MORE = 7, 4, 2  # tokens of two prompts, and what the first is continued with
@@ -27,19 +27,15 @@ def prove_once(model: Any) -> None:
     What has passed is kept in the hub's cache of assets.
     """
     import transformers
-    from huggingface_hub import cached_assets_path
 
     kind = [type(model).__qualname__, model.config.to_json_string(use_diff=False), str(model.dtype), model.device.type]
     key = hashlib.sha256(json.dumps([*kind, transformers.__version__, torch.__version__, __version__]).encode())
-    passed: Path | None = None
-    with suppress(OSError):  # a home that cannot be written costs a proof each time
-        passed = Path(cached_assets_path("ctx_compress_rag", "proved"), key.hexdigest())
-    if passed is not None and passed.exists():
-        return
-    prove_decoder(model)
-    with suppress(OSError):
-        if passed is not None:
-            passed.touch()
+
+    def prove() -> bool:
+        prove_decoder(model)
+        return True
+
+    unless_passed("proved", key.hexdigest(), prove)
 
 
 @torch.no_grad()

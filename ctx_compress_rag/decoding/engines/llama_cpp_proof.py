@@ -7,7 +7,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.models.passed import unless_passed
 
 _TOKENS = 12
 _TOLERANCE = 0.02  # of the largest score
@@ -29,22 +29,15 @@ def prove(file: Path, digest: str, dim: int, vocabulary: int, size: int) -> None
 
     The arguments are those of `LlamaCppContext`. It runs once for a file and version of llama.cpp.
     """
-    from huggingface_hub import cached_assets_path
-
     if not file.is_file():
         return  # opening it says so
     status = file.stat()
     said = f"{digest} {status.st_size} {status.st_mtime_ns} {size} {version('llama-cpp-python')}"
-    name = hashlib.sha256(said.encode()).hexdigest()
-    try:
-        proved = Path(cached_assets_path("ctx_compress_rag", "llama.cpp-proved"), name)
-        if proved.exists():
-            return
-    except OSError:  # nothing can be kept here
-        proved = None
-    if scores_of(file, digest, dim, vocabulary, size, spread(vocabulary)) is not None and proved is not None:
-        with suppress(OSError):
-            proved.touch()
+
+    def proved() -> bool:
+        return scores_of(file, digest, dim, vocabulary, size, spread(vocabulary)) is not None
+
+    unless_passed("llama.cpp-proved", hashlib.sha256(said.encode()).hexdigest(), proved)
 
 
 def spread(vocabulary: int, count: int = _TOKENS) -> list[int]:
