@@ -102,14 +102,31 @@ def run(block: str, given: dict[str, Any]) -> Any:
 PROGRAMS = {page.stem: blocks("python", page)[0] for page in (README, DOCS / "langchain.md", DOCS / "llama_index.md")}
 
 
-@pytest.mark.parametrize("block", PROGRAMS.values(), ids=PROGRAMS)
-def test_the_first_examples_answer(workplace: Path, capsys: pytest.CaptureFixture[str], block: str) -> None:
-    given: dict[str, Any] = {}
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_the_first_examples_answer(workplace: Path, capsys: pytest.CaptureFixture[str], page: str) -> None:
+    block, given = PROGRAMS[page], dict[str, Any]()
     answer = run(block, given)
     said = str(answer) if answer is not None else capsys.readouterr().out.strip()
     assert "five years" in said and said in (block if answer is None else said)
     (stored,) = given["store"].get_passages(given["store"].ids())
     assert stored.text in block
+    if page == "langchain":
+        assert given["sources"][0].metadata["quoted"] is True
+        passages_in_chroma(workplace, given)
+
+
+def passages_in_chroma(workplace: Path, given: dict[str, Any]) -> None:
+    """The examples of LangChain's page that follow its program."""
+    _, indexed, own = blocks("python", DOCS / "langchain.md")
+    write_my_docs(workplace)
+    (command,) = commands("index")
+    assert main(command) == 0
+    for block, count in ((indexed, len(ROWS)), (own, 1)):
+        exec(block, given)
+        found = given["vectors"].similarity_search("How long does it last?", k=count)
+        assert "five years" in found[0].page_content
+        texts, ids = [each.page_content for each in found], [each.id for each in found]
+        assert given["store"].has(texts, ids) == [True] * count == [True] * len(given["store"])
 
 
 def test_the_readme_changes_the_lines_that_the_programs_have() -> None:
@@ -122,23 +139,6 @@ def test_the_example_of_the_store_runs(workplace: Path, capsys: pytest.CaptureFi
     (block,) = blocks("python", DOCS / "store.md")
     exec(block, {})
     assert "added=" in capsys.readouterr().out
-
-
-def test_the_chain_of_the_langchain_page_answers(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given: dict[str, Any] = {}
-    program, chain, indexed, own = blocks("python", DOCS / "langchain.md")
-    run(program, given)
-    exec(chain, given)
-    assert "five years" in capsys.readouterr().out
-    write_my_docs(workplace)
-    (command,) = commands("index")
-    assert main(command) == 0
-    for block, count in ((indexed, len(ROWS)), (own, 1)):
-        exec(block, given)
-        found = given["vectors"].similarity_search("How long does it last?", k=count)
-        assert "five years" in found[0].page_content
-        texts, ids = [each.page_content for each in found], [each.id for each in found]
-        assert given["store"].has(texts, ids) == [True] * count == [True] * len(given["store"])
 
 
 def test_own_files(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
