@@ -256,6 +256,7 @@ def test_code_fits_on_the_page() -> None:
     assert wide and [line for line in wide if len(line) > 88] == []
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -97,10 +97,11 @@ def test_the_command_writes_every_table(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "no_judge.py").write_text("class Judge:\n    def invoke(self, prompt):\n        return 'No.'\n")
     for name in ("one", "two"):
-        write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", 3, 3, max_turns=1, passages=(1,)))
+        write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", 3, 2, max_turns=1, passages=(1,)))
     files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
     folder = shutil.copytree(bundle_folder, tmp_path / "bundle")
-    command = ["eval", "--bundle", str(folder), "--ratios", "4", "--output", str(tmp_path / "out"), "--data"]
+    command = ["eval", "--bundle", str(folder), "--ratios", "4", "--max-tokens", "4"]
+    command += ["--output", str(tmp_path / "out"), "--data"]
     tables = ["--cost", "--perplexity", "--cases", "--judge", "no_judge:Judge", "--card"]
     assert main([*command, *files, *tables, "--in-domain", "one"]) == 0
     shown = capsys.readouterr().out
@@ -112,15 +113,16 @@ def test_the_command_writes_every_table(
     assert {"costs", "reconstruction_perplexity", "cases", "judged"} <= kept.keys()
     [soft] = [score for score in kept["scores"] if score["system"] == SOFT]
     card = (folder / "README.md").read_text()
-    assert "one, 3 questions" in card and f"{soft['f1']:.3f} ± {soft['f1_error']:.3f}" in card
+    assert "one, 2 questions" in card and f"{soft['f1']:.3f} ± {soft['f1_error']:.3f}" in card
     assert main([*command, *files, "--in-domain", "three"]) == 2
     assert "three" in capsys.readouterr().err
 
 
 def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:
-    examples = world_examples("test", 0, 60, 1, (1,))
+    examples = world_examples("test", 0, 24, 1, (1,))
     passages = list(dict.fromkeys(e.passages[0] for e in examples))
-    cosines = embed_passages(passages) @ embed_passages(passages).T
+    vectors = embed_passages(passages)
+    cosines = vectors @ vectors.T
     several = 0
     for before, after in zip(examples, among_neighbors(examples, [1, 3]), strict=True):
         own = before.passages[0]
@@ -131,7 +133,7 @@ def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> Non
         assert {*others} <= {passages[place] for place in near[:NEAREST]}
         assert all(part in own and before.turns[0].answers[0] in part for part in after.turns[0].evidence)
         several += len(others) == 2
-    assert 10 < several < 50
+    assert 4 < several < 20
 
 
 def test_no_threshold_scores_higher_than_the_best() -> None:
@@ -180,7 +182,7 @@ def test_the_command_trains_and_scores(
         rows = [Example((f"{task} has {i}.", "More."), (Turn(f"What has {task}, {i}?", (str(i),)),)) for i in range(8)]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
     data = {"files": [str(tmp_path / "one.jsonl")], "passages": 1}
-    files = small_recipes(tmp_path, bundle_folder, steps=50, data=data)
+    files = small_recipes(tmp_path, bundle_folder, steps=20, data=data)
     for name in ("k2", "task"):
         files[name].unlink()
     out, test = tmp_path / "scores", tmp_path / "two.jsonl"

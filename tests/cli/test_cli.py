@@ -102,7 +102,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import index
 
-index._LOOKED_UP = 30  # passages of a batch
+index._LOOKED_UP = 10  # passages of a batch
 stages = {"embedding": (index, "embed_passages", 2), "compressing": (Bundle, "compress", 2)}
 owner, name, last = stages[sys.argv[1]]
 real, calls = getattr(owner, name), []
@@ -120,7 +120,7 @@ main(sys.argv[2:])
 
 def test_kill_minus_nine_loses_nothing(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     """Killed while embedding, then while compressing, then run to the end: the store of an uninterrupted run."""
-    folder = write_docs(tmp_path / "docs", files=4)
+    folder = write_docs(tmp_path / "docs", files=2)
     command = ["index", str(folder), "--bundle", str(bundle_folder), "--chunk-tokens", "48", "--store"]
     for stage in ("embedding", "compressing"):
         done = run_python(KILLED, stage, *command, tmp_path / "killed")
@@ -129,7 +129,7 @@ def test_kill_minus_nine_loses_nothing(run: Any, bundle_folder: Path, tmp_path: 
     resumed = run.out
     assert run(*command, tmp_path / "whole") == 0
     total = len(contents(tmp_path / "whole"))
-    assert total > 90  # more than three batches
+    assert total > 30  # more than three batches
     assert f"{total} passages compressed, 0 unchanged" in run.out
     [(compressed, kept)] = re.findall(r"(\d+) passages compressed, (\d+) unchanged", resumed)
     assert int(compressed) + int(kept) == total and 0 < int(kept) < total  # batches were on disk
@@ -192,7 +192,7 @@ def test_what_the_output_cannot_encode_is_a_question_mark(
 
 def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
-    for ratio, option in ((4, []), (4, ["--ratio", 4]), (16, ["--ratio", 16])):
+    for ratio, option in ((4, []), (16, ["--ratio", 16])):
         assert run("ask", QUESTION, "--store", store, *option) == 0
         report, _, sources = run.out.partition(" of them slots. Read:\n")
         lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text, _ in passages_shown(sources)]

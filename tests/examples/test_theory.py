@@ -220,7 +220,8 @@ def test_a_single_layer_trains_to_one_gradient_step(interface: Interface) -> Non
     assert list(seen) == [0, 150, 300] and seen[300] is layer
     assert before.sensitivity_cosine < 0.6 and before.loss > 1.5 * before.reference_loss
     assert after.sensitivity_cosine > 0.98 and after.loss < 1.1 * after.reference_loss
-    assert torch.equal(train_layer(interface, **arguments).value, layer.value)
+    first, again = (train_layer(interface, **arguments | {"steps": 5}) for _ in range(2))
+    assert torch.equal(first.value, again.value)
 
 
 @pytest.mark.parametrize("name", NORMALIZATIONS)

@@ -1,8 +1,6 @@
 """What holds for every method, in each of its forms; and methods of other packages."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,6 +27,7 @@ from ctx_compress_rag.training.examples import passage_examples
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
+from helpers.forked import COMMAND, run_python
 from helpers.methods import IMPORTED, MATRIX, PASSAGES, trained
 from helpers.store import assert_same
 from helpers.training import save_decoder, write_recipe
@@ -288,6 +287,12 @@ def test_without_registering_it_is_unknown(tiny_tokenizer: Any, tmp_path: Path) 
 
 # A package of methods, known by its entry point, without an import by the user
 
+_PACKAGE = """
+import sys
+for name in [name for name in sys.modules if name.startswith("ctx_compress_rag")]:
+    del sys.modules[name]  # they are imported anew, where the package is installed
+sys.path.insert(0, sys.argv.pop(1))
+"""
 _MODULE = """
 from typing import Literal
 from ctx_compress_rag.methods.base.config import MethodConfig
@@ -307,28 +312,23 @@ print(type(config.method).__name__, config.method.gain)
 
 
 def test_an_installed_package_of_methods_is_found(tmp_path: Path) -> None:
-    done = _run(tmp_path, _MODULE, "-c", _USER)
+    done = _run(tmp_path, _MODULE, _USER)
     assert done.stdout == "ToyConfig 2.5\n", done.stderr
 
 
 def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     """Every command fails then, whichever method it uses."""
-    done = _run(
-        tmp_path, "import no_such_module", "-m", "ctx_compress_rag.cli", "export", "smollm2-135m", str(tmp_path / "out")
-    )
+    done = _run(tmp_path, "import no_such_module", COMMAND, "export", "smollm2-135m", str(tmp_path / "out"))
     assert done.returncode == 2
     assert "'toy' of the package toy-methods cannot be loaded (ModuleNotFoundError: No module named" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def _run(folder: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, module: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Python where a package with this module is installed in `folder`."""
     (folder / "toy_methods.py").write_text(module)
     about = folder / "toy_methods-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-methods\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[ctx_compress_rag.methods]\ntoy = toy_methods\n")
-    path = os.pathsep.join([str(folder), *sys.path])
-    return subprocess.run(
-        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
+    return run_python(_PACKAGE + code, folder, *arguments)

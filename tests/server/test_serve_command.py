@@ -30,8 +30,8 @@ HEADERS = {"Authorization": f"Bearer {ANNA}"}
 def test_the_command_serves_until_it_is_told_to_stop(index: Path) -> None:
     limits = ["--max-tokens", "4", "--max-prompt-tokens", "99", "--max-body", "4000", "--retrieve", "1"]
     with serving(index, *limits) as (process, url):
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(check_it_serves, [url] * 16))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(check_it_serves, [url] * 4))
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT) in (0, -signal.SIGTERM)
 

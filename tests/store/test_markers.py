@@ -251,7 +251,7 @@ def test_only_what_was_issued_to_the_scope_resolves(tiny_tokenizer: Any, caplog:
     """
     expected_of = {marker: marker.removeprefix("[[ctx:").split(".") for marker in ISSUED["anna"]}
 
-    @settings(max_examples=1500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.tuples(*[attacks] * len(CHAT)))
     def attack(drawn: tuple[str, ...]) -> None:
         chat = [{"role": role, "content": frame.format(each)} for (role, frame), each in zip(CHAT, drawn, strict=True)]

@@ -47,4 +47,6 @@ class TestUnit(Model, ChatModelUnitTests):
 
 
 class TestIntegration(Model, ChatModelIntegrationTests):
-    pass
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"store": self.store, "max_tokens": 24}

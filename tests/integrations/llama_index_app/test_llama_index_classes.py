@@ -95,7 +95,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=PIECES, window=st.integers(60, 300), overlap=st.sampled_from([0.0, 0.1]))
 def test_no_marker_is_cut_where_chunks_end(app: App, pieces: Any, window: int, overlap: float) -> None:
     """Whatever LlamaIndex packs: each chunk fits as the decoder counts it, every marker is whole."""
@@ -115,8 +115,8 @@ def test_a_long_chat_in_a_small_window_needs_a_shorter_memory(app: App) -> None:
 
     def talk(llm: Any, **memory: Any) -> None:
         engine = app.index.as_chat_engine("context", llm=llm, node_postprocessors=[app.postprocessor()], **memory)
-        for turn in range(12):
-            engine.chat(f"{turn}: {QUESTION}")
+        for turn in range(6):
+            engine.chat(f"{turn}: {QUESTION} {'Say more. ' * 12}")
 
     llm = app.llm()
     with pytest.raises(ValueError, match="is not positive"):
