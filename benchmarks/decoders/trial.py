@@ -15,7 +15,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
+from ctx_compress_rag.decoding.engines.gguf_weights import weights_digests, write_checkpoint
 from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import CtxCompressError
@@ -243,8 +243,9 @@ class _Trial:
     @torch.no_grad()
     def converts(self) -> None:
         """The checkpoints for llama.cpp's converter hold what reads text and slots."""
-        export_for_llama_cpp(self.bundle, self.folder / "llama_cpp")
-        for side, wanted in zip(("text", "reader"), self._logits(self.bundle), strict=False):
+        sides = [side for side in ("text", "reader") if side in weights_digests(self.bundle)]
+        for side, wanted in zip(sides, self._logits(self.bundle), strict=False):
+            write_checkpoint(self.bundle, side, self.folder / "llama_cpp" / side)
             merged = PlainDecoder.load(self.folder / "llama_cpp" / side).backbone.model
             _check_close(merged(**_ids()).logits, wanted, f"the logits of llama.cpp's {side}")
 

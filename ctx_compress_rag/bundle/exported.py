@@ -121,7 +121,7 @@ def is_exportable(bundle: Bundle) -> bool:
     return type(bundle.compressor).render is PassageRenderer.render and bundle.reads_slots_alone
 
 
-def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, str]) -> None:
+def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, str], window: int | None) -> None:
     """Write what an ExportedBundle reads beside the GGUF files, which the digests name by side."""
     from safetensors.numpy import save_file
 
@@ -137,7 +137,7 @@ def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, s
         "tokenizer": FastTokenizer.parts_of(bundle.tokenizer),
         "generation_config": bundle.generation_config.to_dict(),
         "nestable": bundle.compressor.nestable,
-        "window": bundle.window,
+        "window": window,
         "sides": bundle.sides,
         "digests": digests,
         "embeddings": [bundle.backbone.dim, bundle.backbone.config.get_text_config().vocab_size],

@@ -22,8 +22,8 @@ def export(
     """Write a bundle's decoder for vLLM or llama.cpp.
 
     For vLLM, also writes the LoRA adapters, and prints the command that serves decoder and adapters. For llama.cpp,
-    writes GGUF files with the LoRA merged. If the decoder is no GGUF file, give --convert, the place of llama.cpp's
-    converter; without it, writes merged checkpoints, and prints the commands that convert them.
+    writes GGUF files with the LoRA merged; if the decoder is no such file, give --convert, the place of llama.cpp's
+    converter.
     """
     import shlex
     from pathlib import Path
@@ -34,8 +34,7 @@ def export(
     if engine == "llama.cpp":
         from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
 
-        for line in export_for_llama_cpp(opened, Path(folder), weights, Path(convert) if convert else None):
-            print(line)
+        export_for_llama_cpp(opened, Path(folder), weights, Path(convert) if convert else None)
         return
     from ctx_compress_rag.decoding import export as exporting
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.llama_cpp
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where unpacked and written files are kept."""
     folder = tmp_path_factory.mktemp("assets")
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +77,7 @@ def store(bundle: Bundle) -> SoftContextStore:
 def files(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle's files in float32, which answer as transformers does."""
     made = tmp_path_factory.mktemp("f32")
-    assert export_for_llama_cpp(bundle, made, "F32") == []
+    export_for_llama_cpp(bundle, made, "F32")
     return made
 
 
@@ -171,9 +172,9 @@ def test_it_proves_itself_once_in_a_process_of_its_own(
     arguments = file, "right", 64, model.config.vocab_size, 200
     ids = spread(model.config.vocab_size)
     expected = scores(model, [torch.tensor(ids)])
-    found = scores_of(*arguments, ids)
-    assert found is not None and distance(found[-1], expected.numpy()) < 0.01
-    assert scores_of(file, "wrong", *arguments[2:], ids) is None  # opening it says why
+    found = scores_of(*arguments, lengths=[5, len(ids)])
+    assert found is not None and distance(found[1][-1], expected.numpy()) < 0.01 and len(found[0]) == 5
+    assert scores_of(file, "wrong", *arguments[2:]) is None  # opening it says why
     prove(*arguments)
     monkeypatch.setattr(sys, "executable", "/bin/false")  # a process that ends at once
     prove(*arguments)
@@ -283,6 +284,21 @@ def test_files_of_another_bundle_are_refused(
             Decoder(opened, engine="llama.cpp", weights=weights).generate(["Who?"])
 
 
+def test_longrope_is_read_as_far_as_its_short_factors_reach(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """transformers chooses factors by a prompt's length, llama.cpp by its memory's."""
+    factors = {"short_factor": [1.0 + at / 4 for at in range(8)], "long_factor": [4.0 + at for at in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512, **factors}
+    shape = {"original_max_position_embeddings": 512, "max_position_embeddings": 4096, "rope_parameters": rope}
+    torch.manual_seed(0)
+    model = architectures.model("Phi3", 4, vocab_size=len(tiny_tokenizer), pad_token_id=0, sliding_window=None, **shape)
+    write_gguf(model, tmp_path / "tiny.gguf", tiny_tokenizer)
+    decoder = GgufDecoder(path=str(tmp_path / "tiny.gguf"))
+    bundle = Bundle.build(tiny_config(decoder=decoder), Backbone(*load_decoder(decoder, device="cpu")))
+    export_for_llama_cpp(bundle, tmp_path / "made", "F32")  # compares the scores of a short text
+    with pytest.raises(ConfigError, match="context_size=256"):
+        Decoder(bundle, engine="llama.cpp", weights=str(tmp_path / "made")).generate(["bees " * 300])
+
+
 def test_nothing_is_written_by_itself_for_a_decoder_of_another_format(tiny_bundle: Bundle, cache: Path) -> None:
     before = set(cache.rglob("*"))
     with pytest.raises(ConfigError, match="not a GGUF file"):
@@ -296,6 +312,6 @@ def test_a_decoder_of_another_format_is_converted(tiny_bundle: Bundle, tmp_path:
         export_for_llama_cpp(tiny_bundle, tmp_path / "none", "F32", tmp_path)
     if "LLAMA_CPP" not in os.environ:
         pytest.skip("set LLAMA_CPP to llama.cpp's source")
-    assert export_for_llama_cpp(tiny_bundle, tmp_path / "made", "BF16", Path(os.environ["LLAMA_CPP"])) == []
+    export_for_llama_cpp(tiny_bundle, tmp_path / "made", "BF16", Path(os.environ["LLAMA_CPP"]))
     answers = Decoder(tiny_bundle, engine="llama.cpp", weights=str(tmp_path / "made")).generate(["Who?"])
     assert answers[0].prompt_tokens

@@ -31,7 +31,8 @@ def convert_checkpoint(converter: Path, folder: Path, file: Path) -> None:
     command = [sys.executable, "-m", __name__, str(found), str(folder), str(file)]
     child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode or not file.is_file():
-        said = (child.stderr.strip().splitlines() or ["nothing"])[-1]
+        lines = [line for line in child.stderr.splitlines() if line.strip(" ~^")] or ["nothing"]
+        said = " ".join(line.strip() for line in lines[-1 if ":" in lines[-1] else -2 :])  # a bare AssertionError
         raise ConfigError(
             f"llama.cpp's converter cannot convert {folder} (it said: {said}): use the engine 'transformers', or vLLM"
         )
@@ -54,6 +55,7 @@ def _convert(script: Path, folder: str, file: str) -> None:
         prepare(model, vocab_only=vocab_only)
 
     base.TextModel.prepare_metadata = without_vocabulary
+    base.ModelBase.no_mtp = True  # transformers leaves out the layers that guess further tokens
     sys.argv = [str(script), folder, "--outtype", "f32", "--outfile", file]
     if (metadata := Path(folder, "metadata.json")).is_file():
         sys.argv += ["--metadata", str(metadata)]

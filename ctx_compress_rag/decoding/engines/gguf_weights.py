@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import logging
-import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.exported import is_exportable, write_exported_bundle
 from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.engines.gguf_conversion import convert_checkpoint
-from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp, threads
-from ctx_compress_rag.decoding.engines.llama_cpp_proof import distance, scores_of, spread
+from ctx_compress_rag.decoding.engines.gguf_conversion import CONVERTER, convert_checkpoint
+from ctx_compress_rag.decoding.engines.llama_cpp_context import KEPT, load_llama_cpp, threads
+from ctx_compress_rag.decoding.engines.llama_cpp_proof import TOKENS, distance, scores_of, spread
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import ConfigError, needs
@@ -66,11 +65,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
         if not Path(weights).is_dir():
             raise ConfigError(f"weights={weights!r}: give one of {', '.join(get_args(GgufWeights))}, or a folder")
         return Path(weights)
-    if not isinstance(bundle.config.decoder, GgufDecoder):
-        raise ConfigError(
-            f"the decoder of {bundle.config.name} is not a GGUF file: run ctx-compress export BUNDLE DIR --engine "
-            "llama.cpp, convert its checkpoints with the commands that it prints, and give DIR as weights"
-        )
+    _check_convertible(bundle, None)
     from huggingface_hub import cached_assets_path
 
     key = hashlib.sha256("".join(weights_digests(bundle).values()).encode()).hexdigest()
@@ -89,38 +84,48 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
     return folder
 
 
-def export_for_llama_cpp(
-    bundle: Bundle, folder: Path, weights: str = "BF16", converter: Path | None = None
-) -> list[str]:
-    """Write GGUF files and return []; without a GGUF decoder, checkpoints and the shell commands to convert them.
-
-    With `converter`, the place of llama.cpp's own, they are converted.
+def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16", converter: Path | None = None) -> None:
+    """Write GGUF files; if the decoder is none, with `converter`, the place of llama.cpp's own.
 
     Raises:
         ConfigError: the decoder cannot be converted, or llama.cpp has other scores than transformers.
     """
+    _check_convertible(bundle, converter)
     folder.mkdir(parents=True, exist_ok=True)
-    decoder, commands = bundle.config.decoder, []
-    digests = weights_digests(bundle)
+    decoder, digests = bundle.config.decoder, weights_digests(bundle)
     if is_exportable(bundle):
-        write_exported_bundle(bundle, folder, digests)
-    for side, digest in digests.items():
-        with bundle.backbone.lock:
-            added = _added(bundle, side)
-        if not isinstance(decoder, GgufDecoder) and converter is None:
-            commands.append(_checkpoint(bundle, added, digest, folder / side, weights))
-            continue
+        write_exported_bundle(bundle, folder, digests, longest(bundle))
+    for side in digests:
         with TemporaryDirectory(dir=folder) as part:
             plain = Path(part, "f32.gguf")
             if isinstance(decoder, GgufDecoder):
+                with bundle.backbone.lock:
+                    added = _added(bundle, side)
                 _write(bundle, gguf_file(decoder, bundle.config.revision), added, side, plain)
             else:
-                _checkpoint(bundle, added, digest, Path(part, side), weights)
+                write_checkpoint(bundle, side, Path(part, side))
                 convert_checkpoint(Path(str(converter)), Path(part, side), plain)
             _check_scores(bundle, side, plain)
             _quantize(plain, Path(part, "done.gguf"), weights)
             Path(part, "done.gguf").rename(folder / f"{side}.gguf")
-    return commands
+
+
+def longest(bundle: PlainDecoder) -> int | None:
+    """Return the most positions that llama.cpp reads as transformers does; None if there is no limit."""
+    config, window = bundle.backbone.config.get_text_config(), bundle.window
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and rope["long_factor"] != rope["short_factor"]:
+        # transformers takes the long factors for long prompts, llama.cpp for all if its memory is larger than this.
+        return int(rope["original_max_position_embeddings"]) - KEPT
+    return window
+
+
+def _check_convertible(bundle: Bundle, converter: Path | None) -> None:
+    if converter is None and not isinstance(bundle.config.decoder, GgufDecoder):
+        raise ConfigError(
+            f"the decoder of {bundle.config.name} is not a GGUF file: run ctx-compress export BUNDLE DIR --engine "
+            f"llama.cpp --convert {CONVERTER}, llama.cpp's converter, and give DIR as weights"
+        )
 
 
 def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
@@ -132,9 +137,11 @@ def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
     return added_to_weights(backbone.model, bundle.adapter_shares(side))
 
 
-def _checkpoint(bundle: Bundle, added: Mapping[str, Tensor], digest: str, folder: Path, weights: str) -> str:
-    """Write a transformers checkpoint; return the command that converts it to GGUF."""
-    folder.mkdir(exist_ok=True)
+def write_checkpoint(bundle: Bundle, side: Side, folder: Path) -> None:
+    """Write one side's weights as a transformers checkpoint for llama.cpp's converter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with bundle.backbone.lock:
+        added = _added(bundle, side)
     model = bundle.backbone.model
     model.config.architectures = model.config.architectures or [type(model).__name__]  # the converter asks for it
     write_decoder(model, bundle.tokenizer, folder)
@@ -142,33 +149,36 @@ def _checkpoint(bundle: Bundle, added: Mapping[str, Tensor], digest: str, folder
     state = bundle.backbone.own_state()
     merged = {name: (value.float() + added[name]).to(value.dtype) for name, value in state.items() if name in added}
     save_file(state | merged, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / "metadata.json").write_text(f'{{"{_DIGEST}": "{digest}"}}\n', encoding="utf-8")
-    command = ["python", "convert_hf_to_gguf.py", str(folder), "--metadata", str(folder / "metadata.json")]
-    return shlex.join([*command, "--outtype", weights.lower(), "--outfile", f"{folder}.gguf"])
+    about = f'{{"{_DIGEST}": "{gguf_weights_digest(bundle, side)}"}}\n'
+    (folder / "metadata.json").write_text(about, encoding="utf-8")
 
 
 def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
-    """Raise ConfigError if llama.cpp has other scores than transformers; the text is longer than sliding windows."""
+    """Raise ConfigError if llama.cpp has other scores than transformers, for a short text and one beyond windows."""
     backbone, own = bundle.backbone, bundle.reader.own
-    config = backbone.config.get_text_config()
-    size = min(EngineOptions().context_size, backbone.window or EngineOptions().context_size)
-    window = getattr(config, "sliding_window", None) or 0
-    ids = spread(config.vocab_size, min(window + 12, size - 1))
+    config, size = backbone.config.get_text_config(), EngineOptions().context_size
+    size = min(size, longest(bundle) or size)
+    windows = (getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
+    lengths = sorted({min(TOKENS + window, size - 1) for window in (0, *windows)})
+    if lengths[0] < 1:
+        raise ConfigError(f"llama.cpp reads no more than {size} positions of {bundle.config.name!r}: use transformers")
     with backbone.lock, torch.no_grad():
         model = own if side == "reader" and own is not None else None
         model = model or merged_copy(backbone.model, bundle.adapter_shares(side))
-        expected = model(torch.tensor([ids], device=backbone.device)).logits[0, -12:].float().cpu().numpy()
-    found = scores_of(file, gguf_weights_digest(bundle, side), backbone.dim, config.vocab_size, size, ids)
+        texts = [torch.tensor([spread(config.vocab_size, length)], device=backbone.device) for length in lengths]
+        expected = [model(ids).logits[0, -TOKENS:].float().cpu().numpy() for ids in texts]
+    found = scores_of(file, gguf_weights_digest(bundle, side), backbone.dim, config.vocab_size, size, lengths)
     if found is None:
         raise ConfigError(
             f"llama.cpp cannot read the GGUF file of {bundle.config.name!r} ({config.model_type}): use the engine "
             "'transformers', or vLLM"
         )
-    if (off := distance(found, expected)) > _UNLIKE:
-        raise ConfigError(
-            f"llama.cpp computes {bundle.config.name!r} otherwise than transformers ({config.model_type}): after "
-            f"{len(ids)} tokens, scores differ by {off:.2g} of the largest: use the engine 'transformers', or vLLM"
-        )
+    for length, ours, theirs in zip(lengths, found, expected, strict=True):
+        if (off := distance(ours, theirs)) > _UNLIKE:
+            raise ConfigError(
+                f"llama.cpp computes {bundle.config.name!r} otherwise than transformers ({config.model_type}): after "
+                f"{length} tokens, scores differ by {off:.2g} of the largest: use the engine 'transformers', or vLLM"
+            )
 
 
 def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side, plain: Path) -> None:

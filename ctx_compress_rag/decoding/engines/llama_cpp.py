@@ -27,16 +27,23 @@ class LlamaCppEngine:
         load_llama_cpp()
         self._bundle = bundle
         self._batch_size, self._weights = options.batch_size, options.weights
-        self._size = min(options.context_size, bundle.window or options.context_size)
         if isinstance(bundle, ExportedBundle):
+            most = bundle.window
             self._folder, self._digests = bundle.folder, bundle.digests
             self._embeddings = bundle.dim, bundle.vocabulary
         else:
-            from ctx_compress_rag.decoding.engines.gguf_weights import gguf_weights, saved_bundle, weights_digests
+            from ctx_compress_rag.decoding.engines.gguf_weights import (
+                gguf_weights,
+                longest,
+                saved_bundle,
+                weights_digests,
+            )
 
             saved = saved_bundle(bundle)
+            most = longest(saved)
             self._folder, self._digests = gguf_weights(saved, options.weights), weights_digests(saved)
             self._embeddings = saved.backbone.dim, saved.backbone.config.get_text_config().vocab_size
+        self._size = min(options.context_size, most or options.context_size)
         self._loading = threading.Lock()
         self._contexts: dict[Side, LlamaCppContext] = {}
         self._scheduler = DecodingScheduler(_Sequences)

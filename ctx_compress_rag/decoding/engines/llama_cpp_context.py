@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _LOG_ERROR = 4  # llama.cpp's number of the level
 _BATCH = 512  # most positions in a pass
-_KEPT = 256  # most tokens of a prompt's beginning that are kept for the next prompt
+KEPT = 256  # most tokens of a prompt's beginning that are kept for the next prompt
 # How an architecture treats embeddings, as transformers sees them: it multiplies tokens' by sqrt(dim) before the first
 # layer; llama.cpp does so with all embeddings that it is given ("all"), or with tokens only ("tokens").
 _SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens"}
@@ -82,7 +82,7 @@ class LlamaCppContext:
         self._vector_scale = dim**-0.5 if treated == "all" else 1.0
         self._row_scale = dim**0.5 if treated == "tokens" else 1.0
         options = llama.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = size + _KEPT, max(_BATCH, sequences), _BATCH
+        options.n_ctx, options.n_batch, options.n_ubatch = size + KEPT, max(_BATCH, sequences), _BATCH
         options.n_seq_max, options.kv_unified = sequences + 1, True
         options.n_threads = options.n_threads_batch = threads()
         self._context = context = llama.llama_init_from_model(model, options)
@@ -223,4 +223,4 @@ class LlamaCppContext:
 
 def _beginning(prompt: Prompt) -> list[int]:
     first = prompt.pieces[0]
-    return [] if is_vectors(first) else first[:_KEPT].tolist()
+    return [] if is_vectors(first) else first[:KEPT].tolist()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ import numpy as np
 from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.models.passed import unless_passed
 
-_TOKENS = 12
+TOKENS = 12
 _TOLERANCE = 0.02  # of the largest score
 _UNREADABLE = 3  # the exit code for a file that cannot be opened
 
@@ -35,27 +36,29 @@ def prove(file: Path, digest: str, dim: int, vocabulary: int, size: int) -> None
     said = f"{digest} {status.st_size} {status.st_mtime_ns} {size} {version('llama-cpp-python')}"
 
     def proved() -> bool:
-        return scores_of(file, digest, dim, vocabulary, size, spread(vocabulary)) is not None
+        return scores_of(file, digest, dim, vocabulary, size) is not None
 
     unless_passed("llama.cpp-proved", hashlib.sha256(said.encode()).hexdigest(), proved)
 
 
-def spread(vocabulary: int, count: int = _TOKENS) -> list[int]:
+def spread(vocabulary: int, count: int = TOKENS) -> list[int]:
     """Return numbers of tokens from all over a vocabulary."""
     return [(7 + at * 7919) % vocabulary for at in range(count)]
 
 
-def scores_of(file: Path, digest: str, dim: int, vocabulary: int, size: int, ids: list[int]) -> Array | None:
-    """Return what llama.cpp scores after the last tokens, given as vectors; None if the file cannot be opened.
+def scores_of(
+    file: Path, digest: str, dim: int, vocabulary: int, size: int, lengths: Sequence[int] = (TOKENS,)
+) -> list[Array] | None:
+    """Return llama.cpp's scores of each text of `spread`, after its last tokens; None if the file cannot be opened.
 
-    Shape: -> (12, vocabulary)
+    Shape: -> each (12, vocabulary)
 
     Raises:
         ConfigError: given as tokens, they have other scores, or the process ended.
     """
     with TemporaryDirectory() as folder:
-        out = Path(folder, "scores.npy")
-        task = json.dumps([str(file), digest, dim, vocabulary, size, ids, str(out)])
+        out = Path(folder, "scores.npz")
+        task = json.dumps([str(file), digest, dim, vocabulary, size, list(lengths), str(out)])
         child = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
         if child.returncode == _UNREADABLE:
             return None
@@ -66,13 +69,15 @@ def scores_of(file: Path, digest: str, dim: int, vocabulary: int, size: int, ids
                 f"llama.cpp ends the process (exit code {child.returncode}; it said {last!r}) when {file} reads "
                 f"vectors in place of tokens: {remedy}"
             )
-        tokens, vectors = np.load(out)
-    if (off := distance(vectors, tokens)) > _TOLERANCE:
-        raise ConfigError(
-            f"llama.cpp reads the vectors of tokens otherwise than the tokens: with {file}, scores differ by {off:.2g} "
-            f"of the largest: {remedy}"
-        )
-    return np.asarray(vectors)
+        with np.load(out) as found:
+            pairs = [found[f"arr_{at}"] for at in range(len(lengths))]
+    for tokens, vectors in pairs:
+        if (off := distance(vectors, tokens)) > _TOLERANCE:
+            raise ConfigError(
+                f"llama.cpp reads the vectors of tokens otherwise than the tokens: with {file}, scores differ by "
+                f"{off:.2g} of the largest: {remedy}"
+            )
+    return [vectors for _, vectors in pairs]
 
 
 def distance(found: Array, expected: Array) -> float:
@@ -84,12 +89,13 @@ def distance(found: Array, expected: Array) -> float:
 def _compare(task: str) -> None:
     from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext
 
-    file, digest, dim, vocabulary, size, ids, out = json.loads(task)
+    file, digest, dim, vocabulary, size, lengths, out = json.loads(task)
     try:
         context = LlamaCppContext(Path(file), digest, dim, vocabulary, size, 1)
     except CtxCompressError:
         sys.exit(_UNREADABLE)
-    np.save(out, np.stack([context.score(np.array(ids), vectors=vectors)[-_TOKENS:] for vectors in (False, True)]))
+    texts = [np.array(spread(vocabulary, length)) for length in lengths]
+    np.savez(out, *([context.score(ids, vectors)[-TOKENS:] for vectors in (False, True)] for ids in texts))
 
 
 if __name__ == "__main__":
