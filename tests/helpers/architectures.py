@@ -1,4 +1,4 @@
-"""Ten architectures with tiny random weights, a tokenizer in each family's style, and one in none's.
+"""Eight architectures with tiny random weights, a tokenizer in each family's style, and one in none's.
 
 Weights are drawn wide, so that logits depend strongly on every input; windows of sliding attention are
 shorter than the tests' prompts. Chat templates are the families' own, shortened to their main branch.
@@ -47,10 +47,6 @@ _GEMMA_3 = _GEMMA % (
 _PHI = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
-_OLMO = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 _GRANITE = (
     "{% for m in messages %}{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}"
@@ -101,8 +97,6 @@ FAMILIES = [
         "Phi3", _PHI, "<s>", "<|end|>", False, ("<|user|>", "<|system|>", "<|assistant|>"), metaspace=True,
         shape={"sliding_window": SLIDING_WINDOW},
     ),
-    Family("Olmo2", _OLMO, "<|endoftext|>", "<|endoftext|>", False),
-    Family("SmolLM3", _CHATML, None, "<|im_end|>", False, ("<|im_start|>",), shape={"no_rope_layers": [1, 0]}),
     Family(
         "Granite", _GRANITE, "<|end_of_text|>", "<|end_of_text|>", False, ("<|start_of_role|>", "<|end_of_role|>"),
         shape={
