@@ -100,8 +100,7 @@ def test_the_command_writes_every_table(
         write_jsonl(tmp_path / f"{name}.jsonl", world_examples("test", 3, 2, max_turns=1, passages=(1,)))
     files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
     folder = shutil.copytree(bundle_folder, tmp_path / "bundle")
-    command = ["eval", "--bundle", str(folder), "--ratios", "4", "--max-tokens", "4"]
-    command += ["--output", str(tmp_path / "out"), "--data"]
+    command = ["eval", "--bundle", str(folder), "--ratios", "4", "--output", str(tmp_path / "out"), "--data"]
     tables = ["--cost", "--perplexity", "--cases", "--judge", "no_judge:Judge", "--card"]
     assert main([*command, *files, *tables, "--in-domain", "one"]) == 0
     shown = capsys.readouterr().out
