@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.evaluation.harness import evaluate, score_table
     from ctx_compress_rag.evaluation.questions import Question, questions_of
     from ctx_compress_rag.indexing.build import update_index
-    from ctx_compress_rag.indexing.demo_corpus import wikipedia_corpus
+    from ctx_compress_rag.indexing.demo import wikipedia_corpus
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.indexing.inputs import open_index_input
     from ctx_compress_rag.marking.mark import expand, mark_texts
@@ -52,7 +52,7 @@ _PLACES = {
     "evaluation.harness": "evaluate score_table",
     "evaluation.questions": "Question questions_of",
     "indexing.build": "update_index",
-    "indexing.demo_corpus": "wikipedia_corpus",
+    "indexing.demo": "wikipedia_corpus",
     "indexing.index": "open_index",
     "indexing.inputs": "open_index_input",
     "marking.mark": "expand mark_texts",

@@ -25,7 +25,7 @@ class Strict(BaseModel):
 
 @cache
 def any_of(classes: tuple[type[Strict], ...], key: str) -> TypeAdapter[Any]:
-    """Return a pydantic adapter that reads settings of all these classes, told apart by their literal field `key`."""
+    """Return a pydantic adapter that reads settings of these classes, distinguished by their literal field `key`."""
     union: Any = Annotated[reduce(or_, classes), Field(discriminator=key)]
     return TypeAdapter(union)
 

@@ -126,7 +126,7 @@ def passages_in_chroma(workplace: Path, given: dict[str, Any]) -> None:
         found = given["vectors"].similarity_search("How long does it last?", k=count)
         assert "five years" in found[0].page_content
         texts, ids = [each.page_content for each in found], [each.id for each in found]
-        assert given["store"].has(texts, ids) == [True] * count == [True] * len(given["store"])
+        assert given["store"].stored_ids(texts, ids) == ids and len(ids) == count == len(given["store"])
 
 
 def test_the_readme_changes_the_lines_that_the_programs_have() -> None:

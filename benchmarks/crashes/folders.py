@@ -144,7 +144,7 @@ def look(folder: Path) -> Counter[str]:
             [marker] = store.split(each)
             assert not isinstance(marker, str)
             found["read"] += 1
-            found["wrong"] += not is_of(store.fetch([marker])[0], text) or expand(store, each) != text
+            found["wrong"] += not is_of(store.read([marker])[0].soft, text) or expand(store, each) != text
         found["lost"] += len({f"p{n}" for n in KEPT} - set(ids))
         softs = store.get([f"p{n}" for n in KEPT])
         with second(folder) as theirs:

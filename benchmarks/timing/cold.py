@@ -46,7 +46,7 @@ def cold_commands(index: str, question: str, digest: str, engines: Sequence[str]
     """
     kept = Path(cached_assets_path("ctx_compress_rag", "gguf")).glob(f"{digest}-*")
     decoder = max(kept, key=lambda folder: folder.stat().st_mtime)  # other versions have the same weights
-    ask = [sys.executable, "-m", "ctx_compress_rag.cli", "ask", question, "--store", index]
+    ask = [sys.executable, "-m", "ctx_compress_rag.cli", "ask", question, "--index", index]
     commands = {
         "script": [sys.executable, str(Path(__file__).with_name("full_text.py")), str(decoder), index, question]
     }

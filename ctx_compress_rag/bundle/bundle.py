@@ -173,7 +173,7 @@ class Bundle(PlainDecoder):
             module.load_saved_state(own)
             if part in backbone.adapters:
                 stored[f"{part} adapter"] = adapters.get(part) or read_adapter_tensors(folder / part)
-                backbone.when_loaded(partial(load_bundle_adapter, backbone, part, folder / part))
+                backbone.when_loaded(partial(_load_adapter, backbone, part, folder / part))
         if config.decoder is None:
             stored[DECODER_FOLDER] = read_decoder_tensors(shipped)
         decoder = decoder_digest(config, backbone, shipped)
@@ -304,15 +304,6 @@ class Bundle(PlainDecoder):
             return False
         return True
 
-    @property
-    def reads_slots_alone(self) -> bool:
-        """Whether stored slots are a context for every question; False for RAM, which chooses by the question."""
-        try:
-            self.compressor.merge_factor(self.config.base_ratio, self.config.base_ratio)
-        except ConfigError:
-            return False
-        return True
-
     def compress(self, texts: Sequence[str], ratio: int | None = None) -> list[SoftContext]:
         """Compress passages, and return their soft contexts in order.
 
@@ -355,8 +346,7 @@ class Bundle(PlainDecoder):
         return self.reader.decoder(slot_mask) if side == "reader" else self.backbone.use(self.adapter_shares(side))
 
 
-def load_bundle_adapter(backbone: Backbone, name: str, folder: Path) -> None:
-    """Load `folder`'s weights into the existing adapter `name`; raise BundleError if they are damaged or do not fit."""
+def _load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
     backbone.load_adapter_state(name, read_adapter_tensors(folder))
 
 
@@ -374,7 +364,7 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
 
         try:
             backbone.add_adapter(TEACHER, lambda: LoraConfig.from_pretrained(str(folder)))
-            load_bundle_adapter(backbone, TEACHER, folder)
+            _load_adapter(backbone, TEACHER, folder)
         except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
             decoder = type(backbone.model).__name__
             raise BundleError(

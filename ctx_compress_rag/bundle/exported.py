@@ -1,4 +1,4 @@
-"""What answering needs of a bundle, as files that a process without torch and transformers reads."""
+"""A bundle that only answers, in files that need neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExportedBundle(ProcessBound):
     ```
 
     Args:
-        folder: what `ctx-compress export` wrote.
+        folder: the folder that `ctx-compress export` wrote.
 
     Raises BundleError if the folder holds no exported bundle.
     """
@@ -116,13 +116,8 @@ class ExportedBundle(ProcessBound):
         return np.concatenate([each for run in runs for each in (weights["before"], run, weights["after"])])
 
 
-def is_exportable(bundle: Bundle) -> bool:
-    """Whether stored slots can be read without the bundle's compressor; false for RAM, which reads the question."""
-    return type(bundle.compressor).render is PassageRenderer.render and bundle.reads_slots_alone
-
-
 def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, str], window: int | None) -> None:
-    """Write what an ExportedBundle reads beside the GGUF files, which the digests name by side."""
+    """Write the files of an ExportedBundle beside the GGUF files, whose digests, by side, are given."""
     from safetensors.numpy import save_file
 
     reader = bundle.reader

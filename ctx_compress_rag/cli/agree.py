@@ -10,12 +10,12 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import DataError
 
 
-@command("questions.txt --store ./chroma --ratios 4 16")
+@command("questions.txt --index ./chroma --ratios 4 16")
 def agree(
     questions: Annotated[
         str, typer.Argument(metavar="FILE", help="A text file with one question per line; no answers are needed.")
     ],
-    store: shared.Store = shared.STORE,
+    index: shared.Index = shared.INDEX,
     bundle: shared.OwnBundle = None,
     ratios: shared.Ratios = None,
     k: shared.Retrieved = 4,
@@ -38,12 +38,12 @@ def agree(
     if not asked:
         raise DataError(f"{questions!r} holds no questions: add some")
     Path(output).mkdir(parents=True, exist_ok=True)  # not only after the answers, which would be lost if it failed
-    with open_index(store, bundle) as index:
-        found = index.search(asked, k)
+    with open_index(index, bundle) as opened:
+        found = opened.search(asked, k)
         given = [Question(tuple(h.text for h in hits), each, ()) for each, hits in zip(asked, found, strict=True)]
         ids = {hit.text: hit.id for hits in found for hit in hits}
-        compared = agreement.measure_agreement(index.store, given, ratios, ids=ids)
-        name = index.bundle.config.name
+        compared = agreement.measure_agreement(opened.store, given, ratios, ids=ids)
+        name = opened.bundle.config.name
     agreement.save_agreement(compared, output)
     print(agreement.agreement_table(compared))
     if differing := agreement.worst_agreements(compared):

@@ -24,7 +24,7 @@ def ask(
         str | None,
         typer.Argument(metavar="QUESTION", help="What to ask.  [default: each line of the standard input]"),
     ] = None,
-    store: shared.Store = shared.STORE,
+    index: shared.Index = shared.INDEX,
     bundle: shared.OwnBundle = None,
     ratio: shared.Ratio = None,
     token_budget: Annotated[
@@ -58,7 +58,7 @@ def ask(
     shared.check_options_apart(text_share=text_share, text=text)
     options = shared.engine_options(engine, server_key, weights=weights)
     llama_cpp = (weights or "BF16") if engine == "llama.cpp" else None
-    with open_index(store, bundle, device=device, dtype=dtype, llama_cpp=llama_cpp) as opened:
+    with open_index(index, bundle, device=device, dtype=dtype, llama_cpp=llama_cpp) as opened:
         from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default
         from ctx_compress_rag.decoding.sampling import Sampling
         from ctx_compress_rag.indexing.retrieval import IndexRetrieval

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Store
+from ctx_compress_rag.cli.shared import Index
 
 
-@command("--store ./chroma ./chroma-copy")
+@command("--index ./chroma ./chroma-copy")
 def backup(
-    store: Store,
+    index: Index,
     target: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],
 ) -> None:
     """Copy a whole index.
@@ -21,6 +21,6 @@ def backup(
     from ctx_compress_rag.indexing.index import check_index_exists
     from ctx_compress_rag.store.place import StoreFolder
 
-    check_index_exists(store)
-    StoreFolder(Path(store)).back_up(Path(target))
-    print(f"{store} copied to {target}")
+    check_index_exists(index)
+    StoreFolder(Path(index)).back_up(Path(target))
+    print(f"{index} copied to {target}")

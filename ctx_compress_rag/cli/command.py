@@ -86,7 +86,7 @@ def command(example: str, to: typer.Typer = app) -> Callable[[Run], Run]:
 def run_command(app: typer.Typer, argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code, which is 0, 2 for an error that the user can fix, or 130 if interrupted."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what a terminal's encoding lacks must not end a command
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not end a command
     try:
         app(args=argv, prog_name=app.info.name)
     except SystemExit as done:

@@ -1,16 +1,12 @@
 """The command `ctx-compress demo`, which tries contexts of several kinds on a small corpus and a dozen questions."""
 
-from typing import Annotated
-
-import typer
-
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import OwnBundle
+from ctx_compress_rag.cli.shared import Index, OwnBundle
 
 
-@command("--store ./wikipedia")
+@command("--index ./wikipedia")
 def demo(
-    store: Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")] = "ctx-compress-wikipedia",
+    index: Index = "ctx-compress-wikipedia",
     bundle: OwnBundle = None,
 ) -> None:
     """Try soft contexts on a small corpus.
@@ -20,12 +16,12 @@ def demo(
     """
     from ctx_compress_rag.indexing.demo import run_demo
 
-    report = run_demo(store, bundle)
+    report = run_demo(index, bundle)
     new, known = report.stored.added, report.stored.unchanged
     print(
-        f"{new} passages compressed into {store}"
+        f"{new} passages compressed into {index}"
         if new
-        else f"all {known} passages found in {store}: nothing compressed"
+        else f"all {known} passages found in {index}: nothing compressed"
     )
     questions = len(report.systems[0].answers)
     print(f"retrieval found every passage needed for {report.retrieved} of {questions} questions\n")

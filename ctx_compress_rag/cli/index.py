@@ -21,7 +21,7 @@ def index(
         ),
     ] = None,
     *,
-    store: shared.Store = shared.STORE,
+    index: shared.Index = shared.INDEX,
     collection: Annotated[
         str | None,
         typer.Option(
@@ -74,11 +74,11 @@ def index(
         own = {"embedder": embedder, "prune": prune, "repair": repair, "chunk_tokens": chunk_tokens}
         shared.check_options_apart(collection=collection, **own)
         bundle = bundle or DEFAULT_BUNDLE
-        done = compress_collection(store, collection, bundle, codec, device=device, dtype=dtype)
+        done = compress_collection(index, collection, bundle, codec, device=device, dtype=dtype)
         print(_compressed(f"collection {collection}", done.added + done.updated, done.unchanged, bundle))
         return
     given = open_index_input(str(path))  # before models are loaded and a store is made
-    with open_index(store, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
+    with open_index(index, bundle, codec=codec, create=True, embedder=embedder, device=device, dtype=dtype) as opened:
         report = update_index(opened, given, chunk_tokens=chunk_tokens, prune=prune, repair=repair)
     what, config = f"{report.files} {given.kind} in {path}", opened.bundle.config
     with_what = f"{config.name}, which reads {config.reads}"

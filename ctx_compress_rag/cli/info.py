@@ -5,12 +5,12 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import STORE, Store
+from ctx_compress_rag.cli.shared import INDEX, Index
 
 
-@command("--store ./chroma")
+@command("--index ./chroma")
 def info(
-    store: Store = STORE,
+    index: Index = INDEX,
     prune: Annotated[
         bool,
         typer.Option("--prune", help="First delete soft contexts without a passage in the index, also those of apps."),
@@ -19,7 +19,7 @@ def info(
     """Print what an index holds."""
     from ctx_compress_rag.indexing.index import inspect_index
 
-    found = inspect_index(store, prune)
+    found = inspect_index(index, prune)
     if prune:
         print(f"deleted soft contexts without a passage: {len(found.orphans)}")
     kept = found.store

@@ -10,9 +10,9 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
 
 
-@command("--store ./chroma --port 8000")
+@command("--index ./chroma --port 8000")
 def serve(
-    store: shared.Store = shared.STORE,
+    index: shared.Index = shared.INDEX,
     bundle: shared.OwnBundle = None,
     engine: shared.Engine = "transformers",
     server_key: shared.ServerKey = None,
@@ -95,16 +95,16 @@ def serve(
     with ExitStack() as stack:
         listener = stack.enter_context(run.open_server_socket(host, port, keys is not None))
         if collection is None:
-            index = stack.enter_context(open_index(store, bundle, device=device, dtype=dtype))
-            served, opened = index.bundle, index.store
+            found = stack.enter_context(open_index(index, bundle, device=device, dtype=dtype))
+            served, opened = found.bundle, found.store
             if retrieve is not None:
                 marking = Marking(opened, ratio)
-                retrieval = IndexRetrieval(index, retrieve, marking, extractive=quotes_by_default(served, engine))
+                retrieval = IndexRetrieval(found, retrieve, marking, extractive=quotes_by_default(served, engine))
         elif bundle is None:
             raise ConfigError(f"--collection {collection} needs the bundle of its soft contexts: give --bundle")
         else:
             served = Bundle.from_pretrained(bundle, device=device, dtype=dtype)
-            opened = stack.enter_context(SoftContextStore(store, served, collection=collection))
+            opened = stack.enter_context(SoftContextStore(index, served, collection=collection))
             opened.warn_if_empty()
         name = served.config.name
         decoder = Decoder(served, opened, engine=engine, max_prompt_tokens=max_prompt_tokens, **options)

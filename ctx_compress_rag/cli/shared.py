@@ -7,12 +7,12 @@ import typer
 
 from ctx_compress_rag.errors import ConfigError
 
-STORE = "chroma"  # the default folder of an index
+INDEX = "chroma"  # the default folder
 
 # Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-Store = Annotated[str, typer.Option(metavar="DIR", help="Chroma folder.")]
+Index = Annotated[str, typer.Option(metavar="DIR", help="The Chroma folder of an index.")]
 AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")]
 OwnBundle = Annotated[
     str | None,
@@ -92,7 +92,7 @@ Ratios = Annotated[
 
 
 def printable(text: str) -> str:
-    """Return text from others, safe to print; what a terminal would obey or cannot show becomes U+FFFD."""
+    """Return others' text, safe to print: control characters and surrogates become U+FFFD."""
     return _OBEYED.sub("\ufffd", text.replace("\r\n", "\n"))
 
 

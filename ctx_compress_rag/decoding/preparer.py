@@ -53,9 +53,9 @@ class PromptPreparer:
         max_prompt_tokens: int | None = None,
     ) -> None:
         check_on_unreadable(on_unreadable)
-        if store is not None and bundle.fingerprint != store.fingerprint:
+        if store is not None and bundle.fingerprint != store.bundle.fingerprint:
             raise FingerprintMismatchError(
-                f"the store holds slots of bundle {store.fingerprint[:12]}, but this decoder belongs to bundle "
+                f"the store holds slots of bundle {store.bundle.fingerprint[:12]}, but this decoder belongs to bundle "
                 f"{bundle.fingerprint[:12]}: load the store's bundle, or index again with this one"
             )
         self.bundle = bundle
@@ -92,7 +92,7 @@ class PromptPreparer:
         markers = list(dict.fromkeys(p for texts in split for parts in texts for p in parts if isinstance(p, Marker)))
         soft, texts_of, said = self._read(markers, extractive)
         # Control tokens in a raw prompt come from the caller, but those in its passages are text.
-        in_raw = {marker: self._tokenizer.apart(text) for marker, text in texts_of.items()}
+        in_raw = {marker: self._tokenizer.as_separate_text(text) for marker, text in texts_of.items()}
         said |= texts_of
         sides = self.bundle.sides
         prepared = []

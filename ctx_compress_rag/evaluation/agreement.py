@@ -81,7 +81,7 @@ def measure_agreement(
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
     if ratios is None:
         ratios = [r for r in bundle.config.ratios if bundle.can_read(r, store.base_ratio)] or [store.base_ratio]
-    several = any(len(q.passages) > 1 for q in questions) and bundle.reads_slots_alone
+    several = any(len(q.passages) > 1 for q in questions) and not bundle.compressor.needs_question
     keys = system_ratio_keys([FULL, NONE, DEFAULT if several else SOFT, EXTRACTED], list(dict.fromkeys(ratios)))
     prompts = EvaluationPrompts(
         Decoder(bundle, store, batch_size=batch_size), store, bundle.config.template, ids=ids or {}

@@ -64,7 +64,7 @@ def evaluate(
 
 def compared_systems(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[EvaluationOptions]) -> list[str]:
     """Return the systems (ways to make the context) that `evaluate` compares, in the order of the table."""
-    several = any(len(q.passages) > 1 for q in questions) and bundle.reads_slots_alone
+    several = any(len(q.passages) > 1 for q in questions) and not bundle.compressor.needs_question
     near = [EXTRACTED, *(SEVERAL if several else ())] if asking.get("sentences", True) else []
     return [FULL, NONE, SOFT, TRUNCATED, *near, *asking.get("shorteners", ())]
 

@@ -48,7 +48,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    # Frozen: what the decoder is made with, which a later assignment would not change.
+    # Frozen, because the decoder is made once: a later assignment would have no effect.
     store: SoftContextStore = Field(exclude=True, repr=False, frozen=True)
     on_unreadable: OnUnreadable = Field(default="error", frozen=True)
     scope: str | None = None
@@ -65,8 +65,6 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         if self.scope is not None:
             check_scope(self.scope)
         bundle = self.store.bundle
-        if not hasattr(bundle, "tokenizer"):
-            raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
         if "max_tokens" not in self.model_fields_set and bundle.config.source:
             self.max_tokens = bundle.config.answer_tokens
         if "extractive" not in self.model_fields_set and quotes_by_default(bundle, self.engine):
@@ -83,12 +81,8 @@ class DecoderLLM(SamplingOptions, EngineOptions):
 
     def _question_messages(self, context: str, question: str) -> list[dict[str, str]]:
         """Return the prompt of the bundle's training as messages, with these two variables of a format string."""
-        holes = ("\ue000context\ue000", "\ue000question\ue000")
-        asked = question_messages(self.store.bundle.config.template, *holes)
-        for message in asked:
-            text = message["content"].replace("{", "{{").replace("}", "}}")
-            message["content"] = text.replace(holes[0], f"{{{context}}}").replace(holes[1], f"{{{question}}}")
-        return asked
+        escaped = self.store.bundle.config.template.replace("{", "{{").replace("}", "}}")
+        return question_messages(escaped, context, question)  # of {{context}}, only the inner braces are replaced
 
     def sampling(self, given: Mapping[str, Any]) -> Sampling:
         """Return how a call's answer is sampled, by options of the call, or of this LLM where those are absent or None.
@@ -126,7 +120,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
     def _identity(self) -> dict[str, Any]:
         """Return what an answer depends on besides the prompt, as a key for caches, without secrets."""
         return {
-            "fingerprint": self.store.fingerprint,  # of what affects slots; the whole config may affect answers
+            "fingerprint": self.store.bundle.fingerprint,  # of what affects slots; the whole config may affect answers
             "config": sha256(self.store.bundle.config.model_dump_json().encode()).hexdigest(),
             "scope": self.scope or current_scope() or self.store.scope,
             "on_unreadable": self.on_unreadable,

@@ -4,17 +4,17 @@ The argument is the limit of its address space in bytes. The process writes "rea
 in seconds, and answers each with `text` and `lacks`, or with `error`. Everything is JSON, one value in a line.
 """
 
+import csv
 import io
 import json
 import os
 import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
-
-from ctx_compress_rag.indexing.tables import separated_by_commas
 
 MOST_TEXT = 32 << 20  # maximum characters of a document's text
 _UNREAD_PARTS = {
@@ -22,6 +22,8 @@ _UNREAD_PARTS = {
     "comments": re.compile(r"word/comments\.xml"),
 }
 _UNEQUAL = "a separator that all lines have equally often"
+_SEPARATORS = "\t;|,"  # of two that would do, the first: a comma also stands in numbers and sentences
+_NAMED = re.compile(r'"?sep=(.)"?\r?\n')  # the first line that Excel writes, or asks for
 _GLYPH = re.compile(r"\(cid:\d+\)")
 _MOST_GLYPHS = 0.1  # share of glyphs without a character above which a PDF's text counts as unreadable
 
@@ -37,7 +39,7 @@ def read_document(path: Path) -> dict[str, Any]:
         with path.open("rb") as opened:
             file: Any = opened
             if kind == "Csv":
-                table, sure = separated_by_commas(_decoded(file.read()))
+                table, sure = _separated_by_commas(_decoded(file.read()))
                 file, lacks = io.BytesIO(table.encode()), [] if sure else [_UNEQUAL]
             elif suffix in (".docx", ".pptx", ".xlsx") and file.peek(4)[:4] == b"\xd0\xcf\x11\xe0":
                 return {"error": "it is protected by a password (or of an older format): save it without"}
@@ -68,6 +70,35 @@ def _decoded(data: bytes) -> str:
     return str(from_bytes(data).best() or data.decode(errors="ignore")).lstrip("\ufeff")
 
 
+def _separated_by_commas(text: str) -> tuple[str, bool]:
+    """Return a table with commas between its cells, and whether its separator is sure.
+
+    It is the one that its first line names (`sep=;`), or that all lines have equally often, not counting quoted cells
+    and blank lines; a table of one column has none. Otherwise it is the one that most lines have equally often.
+    """
+    csv.field_size_limit(len(text) + 1)  # a quote that nothing closes is not an error
+    named = _NAMED.match(text)
+    text = text[named.end() :] if named else text
+    tables = {separator: _rows(text, separator) for separator in (named[1] if named else _SEPARATORS)}
+    widths = {separator: Counter(map(len, rows)) for separator, rows in tables.items()}
+    sure = {separator: max(found) for separator, found in widths.items() if len(found) == 1 and max(found) > 1}
+    if sure or named or all(set(found) <= {1} for found in widths.values()):
+        separator = max(sure or widths, key=lambda each: sure.get(each, 0))
+        return _written(tables[separator]), True
+    agree = {each: max([0, *(n for width, n in found.items() if width > 1)]) for each, found in widths.items()}
+    return _written(tables[max(agree, key=lambda each: agree[each])]), False
+
+
+def _rows(text: str, separator: str) -> list[list[str]]:
+    return [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator) if row]
+
+
+def _written(rows: list[list[str]]) -> str:
+    written = io.StringIO(newline="")
+    csv.writer(written).writerows(rows)
+    return written.getvalue()
+
+
 def _unread_parts(path: Path, text: str) -> list[str]:
     """Return the kinds of content of a Word file that its text lacks."""
     with ZipFile(path) as packed:
@@ -80,7 +111,7 @@ def _unread_parts(path: Path, text: str) -> list[str]:
 
 
 def main() -> None:
-    import markitdown.converters  # noqa: F401  # what it takes does not count
+    import markitdown.converters  # noqa: F401  # so that it does not count as reading
 
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="ascii")  # each line goes out at once
     os.dup2(2, 1)  # what parsers print must not mix with answers

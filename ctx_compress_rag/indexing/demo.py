@@ -1,10 +1,12 @@
 """Index a small corpus, answer a dozen questions and compare, as `ctx-compress demo` does."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
+from textwrap import shorten
 
 from tqdm.auto import tqdm
 
@@ -12,18 +14,48 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation.answering import DEFAULT, FULL, NONE, EvaluationPrompts, Key, answer_with_systems
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.indexing.demo_corpus import LICENSE, DemoCorpus, wikipedia_corpus
-from ctx_compress_rag.indexing.index import IndexHit, PassageIndex, open_index
+from ctx_compress_rag.evaluation.report import markdown_table
+from ctx_compress_rag.indexing.index import IndexHit, PassageIndex, make_index_passage, open_index
 from ctx_compress_rag.prompt import Message
-from ctx_compress_rag.store import AddReport
+from ctx_compress_rag.store import AddReport, Passage
 from ctx_compress_rag.text.answers import token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 
+_WIKIPEDIA = Path(__file__).with_name("demo_passages.json")
+_LICENSE = "Wikipedia's authors, as chosen for XQuAD, CC BY-SA 4.0"
 _RETRIEVED = 2  # passages per prompt
 _ANSWER_TOKENS = 32
 _COARSEST = 32
 _TIMED_QUESTIONS = 3
 _SHOWN = 4  # the ratio whose answers are shown, if the bundle has it
+
+
+@dataclass(frozen=True)
+class DemoQuestion:
+    """A question, its accepted answers, and the id of the passage that answers it (`needs`)."""
+
+    text: str
+    answers: tuple[str, ...]
+    needs: str
+
+
+@dataclass(frozen=True)
+class DemoCorpus:
+    """Passages to index and questions to ask, none of which a shipped bundle was trained on."""
+
+    passages: tuple[Passage, ...]
+    questions: tuple[DemoQuestion, ...]
+
+
+def wikipedia_corpus() -> DemoCorpus:
+    """Return twenty-four paragraphs and twelve questions of XQuAD's English part (CC BY-SA 4.0), always the same."""
+    data = json.loads(_WIKIPEDIA.read_text(encoding="utf-8"))
+    passages = tuple(make_index_passage(row["text"], row["title"], "demo") for row in data["passages"])
+    questions = tuple(
+        DemoQuestion(row["question"], tuple(row["answers"]), str(passages[row["passage"]].id))
+        for row in data["questions"]
+    )
+    return DemoCorpus(passages, questions)
 
 
 @dataclass(frozen=True)
@@ -106,32 +138,23 @@ def _first_token_ms(decoder: Decoder, prompt: Sequence[Message]) -> float:
 def _tables(corpus: DemoCorpus, systems: Sequence[DemoSystem], hits: list[list[IndexHit]]) -> str:
     ratios = [s.ratio for s in systems if s.ratio]
     shown = [s for s in systems if s.ratio in (None, _SHOWN if _SHOWN in ratios else ratios[0])]
-    rows = [
-        [
-            question.text,
-            question.answers[0],
-            *(" ".join(s.answers[i].split()) for s in shown),
-            ", ".join(dict.fromkeys(hit.source for hit in found)),
-        ]
+    answers = [
+        {
+            "question": shorten(question.text, 46, placeholder="…"),
+            "expected": question.answers[0],
+            **{s.label: shorten(s.answers[i], 24, placeholder="…") for s in shown},
+            "read from": ", ".join(dict.fromkeys(hit.source for hit in found)),
+        }
         for i, (question, found) in enumerate(zip(corpus.questions, hits, strict=True))
     ]
-    answers = _table(
-        ["question", "expected", *(s.label for s in shown), "read from"], rows, [46, *[24] * (len(shown) + 1), 40]
-    )
-    scores = _table(
-        ["context", "answer F1", "prompt tokens", "bytes stored", "first token ms"],
-        [
-            [s.label, f"{s.score:.2f}", f"{s.prompt_tokens:.0f}", f"{s.stored_bytes:,}", f"{s.first_token_ms:.0f}"]
-            for s in systems
-        ],
-        [18] * 5,
-    )
-    return f"{answers}\n\n{scores}\n\npassages: {LICENSE}"
-
-
-def _table(header: list[str], rows: list[list[str]], widest: list[int]) -> str:
-    """Return a table as text, with cells cut to `widest` characters, by column, and columns as wide as needed."""
-    cut = [[c if len(c) <= most else f"{c[: most - 1]}…" for c, most in zip(row, widest, strict=True)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *cut, strict=True)]
-    lines = [header, ["-" * width for width in widths], *cut]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    scores = [
+        {
+            "context": s.label,
+            "answer F1": f"{s.score:.2f}",
+            "prompt tokens": f"{s.prompt_tokens:.0f}",
+            "bytes stored": f"{s.stored_bytes:,}",
+            "first token ms": f"{s.first_token_ms:.0f}",
+        }
+        for s in systems
+    ]
+    return f"{markdown_table(answers)}\n\n{markdown_table(scores)}\n\npassages: {_LICENSE}"

@@ -1,4 +1,4 @@
-"""Warn of what a bundle reads badly, which is long passages and languages that its tokenizer hardly knows."""
+"""Warn of passages that a bundle reads badly: long ones, and those in languages that its tokenizer hardly knows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WORDS = regex.compile(r"(?<![\p{L}\p{N}])[\p{Ll}\p{Lo}\p{M}]{2,}(?![\p{L}\p{N}])")
-"""Words that are no names, because with names, numbers and code, English has as many tokens as other languages."""
+"""Lower-case words alone, because names, numbers and code take many tokens in every language."""
 _ENGLISH = "the flood took the old mill on the river and its owner sold what was left to the town which built a school"
 _FOREIGN = 1.4
 """Tokens per letter, relative to English, from which a language is little known. Measured with the tokenizer of

@@ -134,9 +134,9 @@ class PassageIndex:
 
     def _missing(self, passages: Sequence[Passage]) -> list[Passage]:
         ids = [str(passage.id) for passage in passages]
-        compressed = self.store.has([passage.text for passage in passages], ids)
+        compressed = self.store.stored_ids([passage.text for passage in passages], ids)
         found = set(self._passages.existing(ids))
-        return [p for p, id, done in zip(passages, ids, compressed, strict=True) if not (done and id in found)]
+        return [p for p, id, own in zip(passages, ids, compressed, strict=True) if own != id or id not in found]
 
     def mend(self) -> list[str]:
         """Put back vectors that Chroma lost (see `ChromaCollection.unsearchable`), and return their passages' ids."""
@@ -305,7 +305,7 @@ def check_index_exists(folder: str | Path, create: bool = False) -> None:
     check_store_folder_name(str(folder))
     # Chroma would make the folder; a caller that only reads should be told that the path is wrong.
     if not create and not has_chroma_database(Path(folder)):
-        raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --store {folder}`")
+        raise StoreError(f"no store at {str(folder)!r}: make one with `ctx-compress index DIR --index {folder}`")
 
 
 def _lasting(address: str) -> str:

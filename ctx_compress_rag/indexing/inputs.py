@@ -27,7 +27,7 @@ JSONL = (".jsonl", ".ndjson")
 class IndexText(NamedTuple):
     """A text to index, its source (name of the file or row), whether it is Markdown, and its bytes in the input.
 
-    `metadata` are what a file's front matter or a row holds besides.
+    `metadata` are a file's front matter, or the other fields of a row.
     """
 
     source: str
@@ -40,7 +40,7 @@ class IndexText(NamedTuple):
 class IndexInput(ABC):
     """Texts to index, read lazily. `bytes` is the size of all texts together."""
 
-    kind = "rows"  # what the texts are called
+    kind = "rows"  # the name of the texts, in messages
     costly: Path | None = None  # as in `documents.DocumentReader`
 
     def __init__(self, path: Path, size: int) -> None:

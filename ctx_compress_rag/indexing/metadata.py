@@ -1,4 +1,4 @@
-"""What a file or row says about itself, besides its text: front matter, and the fields of a row."""
+"""The metadata of a file or row: front matter, and the other fields of a row."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def split_front_matter(text: str) -> tuple[str, dict[str, Scalar]]:
     """Return a Markdown text without its front matter (YAML or TOML), and the fields of that, as metadata.
 
     Its title and description become the text's first heading, which begins the first passage, whatever comes below.
-    What is no mapping of names to values stays in the text.
+    Anything but a mapping of names to values stays in the text.
     """
     if not (found := _FRONT_MATTER.match(text)):
         return text, {}

@@ -1,4 +1,4 @@
-"""Find the texts that a question's rare words name (BM25), such as part numbers, which vectors tell apart badly."""
+"""Find the texts that a question's rare words name (BM25), such as part numbers, which vectors hardly distinguish."""
 
 import logging
 import re

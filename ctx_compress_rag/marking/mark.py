@@ -114,7 +114,8 @@ class Marking:
         if budget is not None and budget < 1:
             raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
         if budget is not None or self.text_share:
-            self.store.merge_factor(self.store.base_ratio)  # refuses a bundle whose slots are no context by themselves
+            ratio_of_slots = self.store.base_ratio
+            self.store.bundle.compressor.merge_factor(ratio_of_slots, ratio_of_slots)  # refuses RAM, which asks first
         if ratio is not None:
             self.store.bundle.compressor.check_ratio(ratio, self.store.base_ratio)
         if self.on_missing not in get_args(OnMissing):
@@ -255,10 +256,9 @@ class Marking:
             passage.shown = "".join(part.text if isinstance(part, Marker) else escaped_markers(part) for part in parts)
             if any(isinstance(part, str) for part in parts):
                 kept.append(passage)
-        ids, texts = [str(passage.id) for passage in kept], [passage.text for passage in kept]
-        ends = store.markers(ids, None, self.scope, texts, shown=[len(passage.shown or "") for passage in kept])
-        for passage, marker in zip(kept, ends, strict=True):
-            passage.shown = f"{passage.shown} {marker}"
+        self._read(kept)
+        for passage in kept:
+            self._end(passage, passage.shown or "", None, True)
 
     def _planned(
         self, passages: Sequence[_Passage], scores: Sequence[float] | None, question: str | None
@@ -269,11 +269,8 @@ class Marking:
         texts = [escaped_markers(passage.text) for passage in passages]
         if share is None and self.token_budget is None:
             return None
-        stored = [passage for passage in passages if passage.id is not None]
-        found = store.get_passages([str(p.id) for p in stored], self.scope, [p.text for p in stored])
-        for passage, record in zip(stored, found, strict=True):
-            passage.record = record
-        records = [None if passage.id is None else passage.record for passage in passages]
+        self._read(passages)
+        records = [passage.record for passage in passages]
         near = None
         if share is not None:
             packed = ["" if record is None else record.sentences for record in records]
@@ -286,7 +283,7 @@ class Marking:
         count = partial(shown_positions, bundle)
         size = self.token_budget
         if size is None:  # what this ratio gives all passages
-            factor = store.merge_factor(store.base_ratio if self.ratio is None else self.ratio)
+            factor = bundle.compressor.merge_factor(self.ratio or store.base_ratio, store.base_ratio)
             size = count([each.as_slots(factor) for each in retrieved])
         budget = Budget(retrieved, size, count, nestable=bundle.compressor.nestable)
         if budget.fits(budget.texts()):
@@ -322,17 +319,25 @@ class Marking:
             return None
 
     def _show(self, passages: Sequence[_Passage], shown: Sequence[ShownPassage]) -> None:
-        groups: dict[int | None, list[tuple[_Passage, StoredPassage]]] = {}
         beside_text = any(each.text for each in shown)
         for passage, each in zip(passages, shown, strict=True):
             passage.shown = each.text
-            if passage.id is not None and passage.record is not None and (each.slots or each.text):
-                groups.setdefault(each.factor if each.slots else None, []).append((passage, passage.record))
-        for factor, group in groups.items():
-            counts = [len(passage.shown or "") for passage, _ in group] if beside_text else None
-            markers = self.store.markers_of([record for _, record in group], factor, self.scope, shown=counts)
-            for (passage, _), marker in zip(group, markers, strict=True):
-                passage.shown = f"{passage.shown} {marker}" if passage.shown else marker
+            if each.slots or each.text:
+                self._end(passage, each.text, each.factor if each.slots else None, beside_text)
+
+    def _read(self, passages: Sequence[_Passage]) -> None:
+        """Set the record of each passage, as stored with this text; None if there is none."""
+        stored = [passage for passage in passages if passage.id is not None]
+        found = self.store.get_passages([str(p.id) for p in stored], self.scope, [p.text for p in stored])
+        records = dict(zip(map(id, stored), found, strict=True))
+        for passage in passages:
+            passage.record = records.get(id(passage))
+
+    def _end(self, passage: _Passage, text: str, factor: int | None, beside_text: bool) -> None:
+        """Set what is shown of a passage to `text` and, if it is stored, its marker."""
+        if passage.record is not None:
+            marker = self.store.marker_of(passage.record, factor, self.scope, len(text) if beside_text else None)
+            passage.shown = f"{text} {marker}" if text else marker
 
 
 def relevance_score(score: object) -> float:
@@ -367,7 +372,7 @@ def expand(store: SoftContextStore, text: str, scope: str | None = None, on_unre
     """Return a prompt with each marker of this key and scope, and the text that it ends, replaced by the whole text.
 
     Raises ConfigError for a result of more than `MAX_EXPANDED` characters, and errors as `SoftContextStore.split` and
-    `text_of`.
+    `read`.
     """
     return _joined(store, store.split(text, scope, on_unreadable), MAX_EXPANDED)
 
@@ -376,7 +381,7 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
     # Count before joining: a short text may hold the marker of one long passage many thousand times.
     found = marked_passages(parts)
     markers = [part.marker for part in found if not isinstance(part, str)]
-    originals = iter(store.text_of(markers) if markers else ())
+    originals = iter([each.text for each in store.read(markers)] if markers else ())
     texts = [part if isinstance(part, str) else next(originals) for part in found]
     if markers and (length := sum(map(len, texts))) > most:
         raise ConfigError(

@@ -174,7 +174,7 @@ class _Service:
         for start in range(0, len(texts), _TEXTS_AT_A_TIME):
             await loop.run_in_executor(self.writer, store, texts[start : start + _TEXTS_AT_A_TIME])
         for text in texts:
-            self.store.split(text, scope, "error")  # a marker of another tenant is no passage
+            self.store.split(text, scope, "error")  # another tenant's marker must not be stored as a passage
         marked = await loop.run_in_executor(self.writer, partial(marking.mark, texts, question=body.question))
         return [each.shown for each in marked]
 

@@ -1,4 +1,4 @@
-"""Turn errors into what clients see; clients learn what they can fix, and the log says the rest."""
+"""Turn errors into replies: clients learn what they can fix, and the log says the rest."""
 
 import logging
 from typing import Any

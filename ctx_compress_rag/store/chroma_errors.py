@@ -33,7 +33,7 @@ def raising_store_errors(where: str, folder: Path | None = None, *, writing: boo
         raise StoreError(
             f"a collection in {where} is gone ({error}): open the store again, and index again if it was deleted"
         ) from error
-    except BaseException as error:  # a panic of Chroma's Rust part is no Exception
+    except BaseException as error:  # a panic of Chroma's Rust part is not an Exception
         said = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         if fault := folder and disk_fault(folder):
             raise StoreWriteError(

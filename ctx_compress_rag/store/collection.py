@@ -34,11 +34,11 @@ def chroma_batches(values: Mapping[str, T], size: Callable[[T], int], limit: int
     """Yield the values in order, at most `PAGE` at a time, of a total size up to `limit` (or one larger value)."""
     batch: dict[str, T] = {}
     total = 0
-    for key, value in values.items():
+    for id, value in values.items():
         if batch and (len(batch) == PAGE or total + size(value) > limit):
             yield batch
             batch, total = {}, 0
-        batch[key] = value
+        batch[id] = value
         total += size(value)
     if batch:
         yield batch
@@ -82,7 +82,7 @@ class ChromaCollection:
 
     @shielded_from_interrupts
     def generation(self) -> bytes:
-        """Return what changes with each write, b"" if that is unknown."""
+        """Return a value that changes with each write, b"" if it is unknown."""
         with self._reading():
             return self.place.generation()
 

@@ -31,7 +31,12 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of source text. If `id` is None, its id is a hash of the text. Only scalar metadata are stored.
+    """A piece of source text.
+
+    Attributes:
+        text: the text.
+        id: the id; None takes a hash of the text.
+        metadata: anything; only scalars are stored.
 
     ```python
     Passage("The harbor was built by Oda Brink.", id="harbor", metadata={"source": "history.txt", "page": 3})
@@ -49,10 +54,16 @@ class Passage:
 
 @dataclass(frozen=True)
 class StoredPassage:
-    """A passage in the store, with the numbers of its slots (at the base ratio) and of its source tokens.
+    """A passage in the store.
 
-    `sentences` holds the packed vectors of its sentences (see `store.sentences`), or "" if none are stored, and
-    `marker` the name that markers give it, or "" if its slots are damaged.
+    Attributes:
+        id: its id.
+        text: its text.
+        metadata: its metadata.
+        n_slots: number of its slots, at the base ratio.
+        n_tokens: number of its source tokens.
+        sentences: the packed vectors of its sentences (see `store.sentences`); "" if none are stored.
+        marker: the letters that name it in markers; "" if its slots are damaged.
     """
 
     id: str

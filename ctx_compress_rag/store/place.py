@@ -87,7 +87,7 @@ class StorePlace(ABC):
         return False
 
     def generation(self) -> bytes:
-        """Return what changes with each write, b"" if that is unknown. Ask only while `reading`."""
+        """Return a value that changes with each write, b"" if it is unknown. Ask only while `reading`."""
         return b""
 
     def mended(self) -> None:  # noqa: B027
@@ -246,7 +246,7 @@ class StoreFolder(StorePlace):
             raise StoreWriteError(f"cannot make the folder {self.where} ({error.strerror}): give another") from error
         with self._alone(timeout):
             if fault := disk_lacks_room(self.folder):
-                # Not only after Chroma has failed: what it then cannot apply, it tries to apply before each read.
+                # Before Chroma fails: an entry that it cannot apply is tried again before each read.
                 raise StoreWriteError(f"cannot write to {self.where} ({fault}): make room")
             yield
 

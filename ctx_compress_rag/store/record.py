@@ -97,14 +97,10 @@ class Record:
                 "of another name (give it its name again)",
             )
 
-    def check_payload(self, id: str) -> None:
-        """Raise PayloadError, with the passage's id, if the payload is not the signed one. It is not decoded."""
-        if _hash(self.payload) != self.payload_hash:
-            raise damaged_record(id, "its payload was changed after it was signed")
-
     def soft_context(self, id: str) -> SoftContext:
         """Return the decoded soft context. Raise PayloadError, with the passage's id, if the payload is damaged."""
-        self.check_payload(id)
+        if _hash(self.payload) != self.payload_hash:
+            raise damaged_record(id, "its payload was changed after it was signed")
         try:
             return codecs.decode_soft_context(self.payload)
         except PayloadError as error:
@@ -123,7 +119,7 @@ class Record:
             metadata = json.loads(self.metadata)
             if not isinstance(metadata, dict):
                 raise ValueError(f"its metadata are a {type(metadata).__name__}")
-            marker = plain_marker_id(self.marker) if _hash(self.payload) == self.payload_hash else ""
+            marker = self.marker.partition("@")[0] if _hash(self.payload) == self.payload_hash else ""
             return StoredPassage(passage_id(id), text, metadata, self.slots, self.tokens, self.sentences, marker)
         except (binascii.Error, zlib.error, ValueError, RecursionError) as error:
             raise damaged_record(id, error) from error
@@ -172,11 +168,6 @@ def readable_scopes(scope: str) -> list[str]:
 def scoped_marker_id(marker_id: str, scope: str) -> str:
     """Return a marker id with the scope's digest, as a record holds it, so that a marker finds its scope's record."""
     return f"{marker_id}@{_digest(scope)}"
-
-
-def plain_marker_id(scoped: str) -> str:
-    """Return the marker id without the scope's digest, the inverse of `scoped_marker_id`."""
-    return scoped.partition("@")[0]
 
 
 def _digest(scope: str) -> str:

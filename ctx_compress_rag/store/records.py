@@ -104,7 +104,7 @@ class Records(ChromaCollection):
         if metadata["ctx_format"] != FORMAT:
             raise StoreError(
                 f"the store {self.name!r} in {where} has format {short_repr(metadata['ctx_format'])}, and this version "
-                f"reads {FORMAT}: run `ctx-compress index` with another --store, or {again}"
+                f"reads {FORMAT}: run `ctx-compress index` with another --index, or {again}"
             )
         kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}
         if odd := [name for name, kind in kinds.items() if type(metadata.get(name)) is not kind or not metadata[name]]:
@@ -136,10 +136,10 @@ class Records(ChromaCollection):
         stored = self.rows([record_id(id, place) for id in ids for place in places])
         found: dict[str, tuple[str, Record]] = {}
         for id in dict.fromkeys(ids):
-            for key in filter(stored.__contains__, [record_id(id, place) for place in places]):
-                wanted = passages and record_text_hash(self._bundle.fingerprint, key, passages[id])
-                if not wanted or wanted == stored[key].get("text_hash"):
-                    found[id] = (key, self._verified(key, stored[key]))
+            for own in filter(stored.__contains__, [record_id(id, place) for place in places]):
+                wanted = passages and record_text_hash(self._bundle.fingerprint, own, passages[id])
+                if not wanted or wanted == stored[own].get("text_hash"):
+                    found[id] = (own, self._verified(own, stored[own]))
                     break
         return found
 
@@ -179,9 +179,8 @@ class Records(ChromaCollection):
         """
         found: dict[str, bool] = {}
         everything = self.ids()
-        for ids in chroma_pages(
-            everything if sample is None else random.sample(everything, min(sample, len(everything)))
-        ):
+        drawn = everything if sample is None else random.sample(everything, min(sample, len(everything)))
+        for ids in chroma_pages(drawn):
             for id, row in self.rows(ids).items():
                 signed = intact = False
                 with suppress(PayloadError):
@@ -200,10 +199,10 @@ class Records(ChromaCollection):
     def compare(self, passages: Mapping[str, Passage]) -> RecordChanges:
         """Return which of these passages, by record id, must be written. Raise StoreError if writing is impossible."""
         same = self._matching("full_hash", record_full_hash, passages)
-        rest = {key: passage for key, passage in passages.items() if key not in same}
+        rest = {id: passage for id, passage in passages.items() if id not in same}
         relabeled = self._matching("text_hash", record_text_hash, rest)
-        labels = {key: passage for key, passage in rest.items() if key in relabeled}
-        texts = {key: passage for key, passage in rest.items() if key not in relabeled}
+        labels = {id: passage for id, passage in rest.items() if id in relabeled}
+        texts = {id: passage for id, passage in rest.items() if id not in relabeled}
         if texts:
             self.prepare()
         return RecordChanges(texts, labels, len(texts) - len(self.existing(list(texts))), len(same))
@@ -257,7 +256,8 @@ class Records(ChromaCollection):
         self, field: str, digest: Callable[[str, str, Passage], str], passages: Mapping[str, Passage]
     ) -> set[str]:
         """Return the record ids whose stored hash equals the passage's hash, without reading a payload."""
-        return self.matching(field, {key: digest(self._bundle.fingerprint, key, passages[key]) for key in passages})
+        made = self._bundle.fingerprint
+        return self.matching(field, {id: digest(made, id, passage) for id, passage in passages.items()})
 
     def _verified(self, id: str, row: Row) -> Record:
         """Return the record in a row. Raise PayloadError if the record was changed or signed with another key."""

@@ -44,7 +44,6 @@ from ctx_compress_rag.store.record import (
     damaged_record,
     owned_by_scope,
     passage_id,
-    plain_marker_id,
     readable_scopes,
     record_id,
 )
@@ -143,8 +142,8 @@ class SoftContextStore(ProcessBound):
     ) -> AddReport:
         """Compress and store documents that are new or whose text changed, and update metadata that changed.
 
-        Batches are stored one by one, so that what the progress bar counts is on disk, and after an interruption the
-        same call resumes where it stopped. If one document is invalid, nothing is written.
+        Batches are stored one by one: those that the progress bar counts are on disk. After an interruption, the same
+        call resumes where it stopped. If one document is invalid, nothing is written.
 
         On an empty store, the same call stores the same bits if machine and number of threads are the same. Passages
         added one by one, in other groups or after an interruption are encoded in other batches, so floating-point
@@ -178,7 +177,7 @@ class SoftContextStore(ProcessBound):
         Records without a text are skipped. `scope` is the tenant or user whose passages the collection holds. Its
         default, `progress` and the errors are those of `add`.
         """
-        before = self.ids(scope)  # what others store after the collection was read is not deleted
+        before = self.ids(scope)  # before reading, so that passages that others store meanwhile stay
         passages = list(collection_passages(collection))
         report = self.add(passages, progress=progress, scope=scope)
         gone = sorted(set(before) - {str(passage.id) for passage in passages})
@@ -199,9 +198,10 @@ class SoftContextStore(ProcessBound):
             with self._writing:
                 places = self._places(passages, scope)  # again: another thread may have stored the same passages
                 lacking = {number: each for number, each in enumerate(passages) if places[number] is None}
-                keys = [record_id(str(each.id), place) for each in lacking.values() for place in readable_scopes(scope)]
+                named = {str(each.id) for each in lacking.values()}
+                taken = [record_id(id, place) for id in named for place in readable_scopes(scope)]
                 # The text that each id stands for: one that is stored under it, else the first of this call.
-                own: dict[str, str | None] = {passage_id(key): None for key in self._records.existing(keys)}
+                own: dict[str, str | None] = {passage_id(each): None for each in self._records.existing(taken)}
                 missing: dict[str, Passage] = {}
                 for number, passage in lacking.items():
                     is_own = own.setdefault(str(passage.id), passage.text) == passage.text
@@ -263,10 +263,8 @@ class SoftContextStore(ProcessBound):
         Raises PayloadError, with the passage's id, if a record is damaged or signed with another key.
         """
         ids = checked_passage_ids(ids)
-        found = {
-            id: record.soft_context(key)
-            for id, (key, record) in self._records.find(ids, self._scope(scope), texts).items()
-        }
+        records = self._records.find(ids, self._scope(scope), texts)
+        found = {id: record.soft_context(own) for id, (own, record) in records.items()}
         return [found.get(id) for id in ids]
 
     def get_passages(
@@ -275,12 +273,8 @@ class SoftContextStore(ProcessBound):
         """Return text, metadata and sizes in the order of the ids, None if not stored. Arguments are those of `get`."""
         ids = checked_passage_ids(ids)
         records = self._records.find(ids, self._scope(scope), texts)
-        found = {id: record.passage(key, self.fingerprint) for id, (key, record) in records.items()}
+        found = {id: record.passage(own, self.bundle.fingerprint) for id, (own, record) in records.items()}
         return [found.get(id) for id in ids]
-
-    def has(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[bool]:
-        """Return whether each text is stored under its id (see `add`); False if the id is stored with another text."""
-        return self._records.has_passages(listed_passages(texts, ids), self._scope(scope))
 
     def stored_ids(
         self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None
@@ -302,8 +296,8 @@ class SoftContextStore(ProcessBound):
             held = f"{len(self):,} passages"
         except StoreError:
             held = "cannot be read"
-        bundle, where = self.bundle.config.name, self._records.place.where
-        return f"SoftContextStore({where!r}, bundle {bundle!r}, ratio {self.base_ratio}, {self.codec}: {held})"
+        bundle, where, codec = self.bundle.config.name, self._records.place.where, self._records.codec
+        return f"SoftContextStore({where!r}, bundle {bundle!r}, ratio {self.base_ratio}, {codec}: {held})"
 
     def __bool__(self) -> bool:
         """Return True even for an empty store, because `if store` asks whether there is a store."""
@@ -315,7 +309,7 @@ class SoftContextStore(ProcessBound):
             self._said_empty = True
             try:
                 others = ", ".join(self._records.collection_names()) or "none"
-            except StoreError:  # a server may forbid to list them, which must not hide what the caller is told
+            except StoreError:  # a server may forbid to list them, which must not hide the caller's own error
                 others = "unknown"
             logger.warning(
                 "nothing is stored yet in the collection %r of %s: if you expected passages, check both; there are: %s",
@@ -327,23 +321,9 @@ class SoftContextStore(ProcessBound):
         return summarize_store(self._records, self._records.about)
 
     @property
-    def fingerprint(self) -> str:
-        """The bundle's fingerprint."""
-        return self.bundle.fingerprint
-
-    @property
-    def codec(self) -> str:
-        """Name of the codec that soft contexts are stored with."""
-        return self._records.codec
-
-    @property
     def base_ratio(self) -> int:
         """Source tokens per slot of the stored soft contexts."""
         return int(self._records.about["base_ratio"])
-
-    def merge_factor(self, ratio: int) -> int:
-        """Return how many stored slots are merged into one at a ratio. Raise RatioError if that is impossible."""
-        return self.bundle.compressor.merge_factor(as_int("ratio", ratio), self.base_ratio)
 
     # Markers
 
@@ -354,22 +334,17 @@ class SoftContextStore(ProcessBound):
     def markers(
         self,
         ids: Sequence[str],
-        ratio: int | None,
+        ratio: int,
         scope: str | None = None,
         texts: Sequence[str] | None = None,
-        *,
-        shown: Sequence[int] | None = None,
     ) -> list[str]:
         """Return the markers that stand for passages in a prompt, in the order of the ids.
 
         Args:
             ids: passage ids.
-            ratio: source tokens per slot, a multiple of the store's base ratio; None for markers without slots, which
-                only say whose text is before them.
+            ratio: source tokens per slot, a multiple of the store's base ratio.
             scope: tenant or user; None takes the scope of `ctx_compress_rag.scope`, otherwise the store's.
             texts: one per id, so that a record with another text counts as not stored; None accepts any text.
-            shown: how many characters of each passage's text the prompt shows before its marker and a space; None if
-                it shows no text beside slots. See `BundleConfig.reader_share`.
 
         Raises:
             ConfigError: the bundle's method (RAM) reads passages only for a question.
@@ -377,45 +352,31 @@ class SoftContextStore(ProcessBound):
             MissingPassageError: an id is not stored, or is stored with another text.
             PayloadError: a record is damaged or signed with another key; the message names the passage.
         """
-        factor, ids = None if ratio is None else self.merge_factor(ratio), checked_passage_ids(ids)
-        scope = self._scope(scope)
-        found = self._records.find(ids, scope, texts)
-        missing = [id for id in ids if id not in found]
-        if missing:
+        factor = self.bundle.compressor.merge_factor(as_int("ratio", ratio), self.base_ratio)
+        passages = self.get_passages(ids := checked_passage_ids(ids), scope, texts)
+        if missing := [id for id, passage in zip(ids, passages, strict=True) if passage is None]:
             self.warn_if_empty()
             raise MissingPassageError(f"passage {missing[0]!r} is not stored ({len(missing)} missing): add it first")
-        for key, record in found.values():
-            record.check_payload(key)
-        named = [(plain_marker_id(found[id][1].marker), found[id][1].slots) for id in ids]
-        return self._written(named, factor, scope, shown)
+        return [self.marker_of(passage, factor, scope) for passage in passages if passage is not None]
 
-    def markers_of(
-        self,
-        passages: Sequence[StoredPassage],
-        factor: int | None,
-        scope: str | None = None,
-        *,
-        shown: Sequence[int] | None = None,
-    ) -> list[str]:
-        """Return markers, with `factor` slots merged into one, of passages that `get_passages` read; else `markers`."""
-        for passage in passages:
-            if not passage.marker:
-                raise damaged_record(record_id(passage.id, DEFAULT_SCOPE), "its payload was changed")
-        named = [(passage.marker, passage.n_slots) for passage in passages]
-        return self._written(named, factor, self._scope(scope), shown)
+    def marker_of(
+        self, passage: StoredPassage, factor: int | None, scope: str | None = None, shown: int | None = None
+    ) -> str:
+        """Return the marker of a passage that `get_passages` returned, with the scope and the errors of `markers`.
 
-    def _written(
-        self, named: Sequence[tuple[str, int]], factor: int | None, scope: str, shown: Sequence[int] | None
-    ) -> list[str]:
-        written = []
-        lengths: Sequence[int | None] = shown or [None] * len(named)
-        for (name, slots), characters in zip(named, lengths, strict=True):
-            if factor is None:
-                written.append(self._records.signer.write(name, 1, 0, scope, characters))
-                continue
-            merged = min(factor, slots)  # all larger factors mean one slot
-            written.append(self._records.signer.write(name, merged, -(-slots // merged), scope, characters))
-        return written
+        Args:
+            passage: the passage.
+            factor: how many stored slots are merged into one; None for a marker without slots, which only says whose
+                text is before it.
+            scope: tenant or user.
+            shown: how many characters of the passage's text the prompt shows before the marker and a space; None if it
+                shows no text beside slots. See `BundleConfig.reader_share`.
+        """
+        if not passage.marker:
+            raise damaged_record(record_id(passage.id, DEFAULT_SCOPE), "its payload was changed")
+        merged = min(factor or 1, passage.n_slots)  # all larger factors mean one slot
+        slots = -(-passage.n_slots // merged) if factor else 0
+        return self._records.signer.write(passage.marker, merged, slots, self._scope(scope), shown)
 
     def transient_markers(self, parts: Sequence[TransientPart], scope: str | None = None) -> list[str]:
         """Return a marker of each part, and keep the slots in memory. Raise ConfigError for more than 16,384 slots."""
@@ -444,22 +405,17 @@ class SoftContextStore(ProcessBound):
         """
         kept, rest = self._transient.split(markers)
         found = self._records.by_marker(rest)
-        return [kept[m] if m in kept else MarkedRecord(*found[m], m.factor, self.fingerprint) for m in markers]
-
-    def fetch(self, markers: Sequence[Marker]) -> list[SoftContext]:
-        """Return the slots of what `read` returns, with its errors."""
-        return [each.soft for each in self.read(markers)]
-
-    def text_of(self, markers: Sequence[Marker]) -> list[str]:
-        """Return the texts of what `read` returns, with its errors."""
-        return [each.text for each in self.read(markers)]
+        made = self.bundle.fingerprint
+        return [
+            kept[marker] if marker in kept else MarkedRecord(*found[marker], marker.factor, made) for marker in markers
+        ]
 
     # Inside
 
     @shielded_from_interrupts
-    def _delete(self, keys: Sequence[str]) -> int:
+    def _delete(self, records: Sequence[str]) -> int:
         with self._writing:
-            present = self._records.existing(keys)
+            present = self._records.existing(records)
             self._records.delete(present)
         return len(present)
 

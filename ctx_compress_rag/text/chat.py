@@ -100,7 +100,7 @@ class PromptTokenizer:
         """Return a user's or document's text with cuts, for `encode` only, so that it holds no control token."""
         return self._cut.join(text_parts(self.tokenizer, text))
 
-    def apart(self, text: str) -> str:
+    def as_separate_text(self, text: str) -> str:
         """Return `as_text(text)` between two cuts, so that in a raw prompt no control token crosses its ends."""
         return f"{self._cut}{self.as_text(text)}{self._cut}"
 

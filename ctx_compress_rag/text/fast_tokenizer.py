@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 
 class FastTokenizer:
-    """What `tokenizer.json` says, with special tokens by name ("bos_token", ...) and a chat template, if there is one.
+    """The tokenizer of a `tokenizer.json`, with special tokens by name ("bos_token", ...) and a chat template, if any.
 
     The methods are those of transformers' tokenizers that this library calls, with the same results.
     """

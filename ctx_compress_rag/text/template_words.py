@@ -14,7 +14,7 @@ _ANSWER = re.compile(r"(?i)\b(?:original|existing|previous|earlier) answer[^:\n]
 
 
 def without_template(text: str) -> str:
-    """Return what a message without markers gives besides its question and, as far as can be told, its template.
+    """Return the passages of a message that has no markers: all but question and, as far as can be told, template.
 
     Passages are what is in a tag, between two rules, or after a label ("Context:"); else all lines. The question is the
     line with a label ("Question:"), or the first line if that alone asks, else the last line, without a label after it

@@ -74,25 +74,25 @@ def one_key() -> Any:
 def store(bundle_folder: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index of `docs`."""
     folder = tmp_path_factory.mktemp("index") / "chroma"
-    assert main(["index", str(docs), "--store", str(folder), "--bundle", str(bundle_folder)]) == 0
+    assert main(["index", str(docs), "--index", str(folder), "--bundle", str(bundle_folder)]) == 0
     return folder
 
 
 def test_deleted_files_need_prune(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     folder, target = write_docs(tmp_path / "docs", files=2), tmp_path / "chroma"
     (folder / "latin.txt").write_bytes(b"caf\xe9")
-    assert run("index", folder, "--store", target, "--bundle", bundle_folder, "--codec", "fp16") == 0
+    assert run("index", folder, "--index", target, "--bundle", bundle_folder, "--codec", "fp16") == 0
     assert "skipped: 1 .txt\n" in run.out
     (folder / "file0.txt").unlink()
     gone = sum("file0.txt" in id for id in contents(target))
-    assert run("index", folder, "--store", target) == 0  # the store knows its bundle
+    assert run("index", folder, "--index", target) == 0  # the store knows its bundle
     assert "0 passages compressed" in run.out and ", with tiny, which reads" in run.out
     assert "compressing" not in run.err
     assert f"kept passages of deleted files: {gone} (--prune removes them)" in run.out
-    assert run("index", folder, "--store", target, "--prune") == 0
+    assert run("index", folder, "--index", target, "--prune") == 0
     assert f"removed passages: 0 of changed files, {gone} of deleted ones" in run.out
     assert {metadata["source"] for _, metadata, *_ in contents(target).values()} == {"more/file1.txt"}
-    assert run("info", "--store", target) == 0
+    assert run("info", "--index", target) == 0
     assert "fp16" in run.out
 
 
@@ -121,7 +121,7 @@ main(sys.argv[2:])
 def test_kill_minus_nine_loses_nothing(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     """Killed while embedding, then while compressing, then run to the end: the store of an uninterrupted run."""
     folder = write_docs(tmp_path / "docs", files=2)
-    command = ["index", str(folder), "--bundle", str(bundle_folder), "--chunk-tokens", "48", "--store"]
+    command = ["index", str(folder), "--bundle", str(bundle_folder), "--chunk-tokens", "48", "--index"]
     for stage in ("embedding", "compressing"):
         done = run_python(KILLED, stage, *command, tmp_path / "killed")
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -150,14 +150,14 @@ def test_a_terminal_obeys_nothing_that_a_file_holds(
     docs.mkdir()
     (docs / "red\x1b[31m\u202e.txt").write_bytes(b"Anna\x1b]0;mine\x07 is the mayor.\r\nShe is\ttall.")
     (docs / "empty\x1b[31m.txt").touch()
-    assert run("index", docs, "--store", target, "--bundle", bundle_folder) == 0
+    assert run("index", docs, "--index", target, "--bundle", bundle_folder) == 0
     assert "empty\\x1b[31m.txt': it is empty" in caplog.text and "\x1b" not in caplog.text
-    assert run("ask", QUESTION, "--store", target) == 0
+    assert run("ask", QUESTION, "--index", target) == 0
     assert not set(run.out) & set("\x1b\x07\r\u202e")
     assert "[1] red\ufffd[31m\ufffd.txt (" in run.out
     assert "Anna\ufffd]0;mine\ufffd is the mayor.\n    She is\ttall." in run.out
     monkeypatch.setenv(KEY_VARIABLE, "other" * 8)
-    assert run("ask", QUESTION, "--store", target) == 0
+    assert run("ask", QUESTION, "--index", target) == 0
     assert "red\\x1b[31m" in caplog.text and "\x1b" not in caplog.text
 
 
@@ -166,10 +166,10 @@ def test_a_file_name_that_is_no_text_is_shown_with_its_bytes(run: Any, bundle_fo
     docs = tmp_path / os.fsdecode(b"doc\xe9")
     docs.mkdir()
     (docs / os.fsdecode(b"caf\xe9.txt")).write_text("Anna is the mayor.")
-    index = ["index", docs, "--store", tmp_path / "chroma", "--prune"]
+    index = ["index", docs, "--index", tmp_path / "chroma", "--prune"]
     assert run(*index, "--bundle", bundle_folder) == 0
     assert f"1 files in {tmp_path}/doc\ufffd: 1 passages" in run.out
-    assert run("ask", os.fsdecode(b"caf\xe9?"), "--store", tmp_path / "chroma") == 0
+    assert run("ask", os.fsdecode(b"caf\xe9?"), "--index", tmp_path / "chroma") == 0
     assert "[1] caf\\xe9.txt (" in run.out
     assert run(*index) == 0
     assert "0 passages compressed, 1 unchanged" in run.out
@@ -182,10 +182,10 @@ def test_what_the_output_cannot_encode_is_a_question_mark(
     docs, target = tmp_path / "docs", tmp_path / "chroma"
     docs.mkdir()
     (docs / "a.txt").write_text("Köln 東京", encoding="utf-8")
-    assert run("index", docs, "--store", target, "--bundle", bundle_folder) == 0
+    assert run("index", docs, "--index", target, "--bundle", bundle_folder) == 0
     console = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
     monkeypatch.setattr("sys.stdout", console)
-    assert main(["ask", QUESTION, "--store", str(target)]) == 0
+    assert main(["ask", QUESTION, "--index", str(target)]) == 0
     console.seek(0)
     assert console.read().splitlines()[-1] == "    Köln ??"
 
@@ -193,22 +193,22 @@ def test_what_the_output_cannot_encode_is_a_question_mark(
 def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
     for ratio, option in ((4, []), (16, ["--ratio", 16])):
-        assert run("ask", QUESTION, "--store", store, *option) == 0
+        assert run("ask", QUESTION, "--index", store, *option) == 0
         report, _, sources = run.out.partition(" of them slots. Read:\n")
         lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text, _ in passages_shown(sources)]
         assert len(lengths) == 4
         assert report.endswith(f", {sum(-(-length // ratio) for length in lengths)}")
-    assert run("ask", QUESTION, "--store", store, "--k", 3, "--token-budget", 12) == 0
+    assert run("ask", QUESTION, "--index", store, "--k", 3, "--token-budget", 12) == 0
     slots = re.search(r", (\d+) of them slots", run.out)
     assert slots and 3 <= int(slots[1]) <= 10  # two separators beside them
-    assert run("ask", QUESTION, "--store", store, "--text", "--k", 2) == 0
+    assert run("ask", QUESTION, "--index", store, "--text", "--k", 2) == 0
     assert "\nFree answer" in run.out and run.out.count("), text\n") == 2 and " 0 of them slots" in run.out
-    assert run("ask", QUESTION, "--store", store, "--token-budget", 40, "--text-share", 0.5, "--free") == 0
+    assert run("ask", QUESTION, "--index", store, "--token-budget", 40, "--text-share", 0.5, "--free") == 0
     assert re.search(r"\), text", run.out) and re.search(r"\), .*\d slots\n", run.out)
 
 
 def test_ask_quotes_what_the_slots_stand_for(run: Any, store: Path) -> None:
-    assert run("ask", QUESTION, "--store", store, "--extractive", "--max-tokens", 8) == 0
+    assert run("ask", QUESTION, "--index", store, "--extractive", "--max-tokens", 8) == 0
     answer, _, sources = run.out.partition("\n\n")
     assert answer.strip() and "0 of them slots" not in sources
     shown = [text for text, _ in passages_shown(sources.partition("Read:\n")[2])]
@@ -219,18 +219,18 @@ def test_ask_quotes_what_the_slots_stand_for(run: Any, store: Path) -> None:
 def test_ask_reads_questions_until_the_end(run: Any, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for question in (QUESTION, "Who built the mill?"):
-        assert run("ask", question, "--store", store) == 0
+        assert run("ask", question, "--index", store) == 0
         said.append(f"\nQuestion: {question}\n{run.out}")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n \nWho built the mill?"))
-    assert run("ask", "--store", store) == 0
+    assert run("ask", "--index", store) == 0
     assert run.out == "".join(said)
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
-    assert "give one" in run.fails("ask", "--store", store)
+    assert "give one" in run.fails("ask", "--index", store)
 
 
 def test_info(run: Any, store: Path, bundle_folder: Path) -> None:
     rows = contents(store).values()
-    assert run("info", "--store", store) == 0
+    assert run("info", "--index", store) == 0
     lines = {line[:14].strip(): line[15:] for line in run.out.splitlines()}
     assert lines["bundle"] == f"tiny ({bundle_folder.resolve()})"
     assert lines["embedder"] == "minilm"
@@ -249,19 +249,19 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
     new, other = tmp_path / "new", tmp_path / "app"
     with SoftContextStore(other, WordBundle(), collection="docs") as apps:
         apps.add(["a passage"], progress=False)
-    index = ["index", docs, "--bundle", bundle_folder, "--store"]
+    index = ["index", docs, "--bundle", bundle_folder, "--index"]
     for command, message in (
-        (["index", tmp_path / "none", "--store", new], "no .txt, .md"),
-        (["index", tmp_path / "missing", "--store", new], "does not exist"),
-        (["index", docs / "file0.txt", "--store", new], "is not a folder"),
-        (["index", docs, "--store", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
+        (["index", tmp_path / "none", "--index", new], "no .txt, .md"),
+        (["index", tmp_path / "missing", "--index", new], "does not exist"),
+        (["index", docs / "file0.txt", "--index", new], "is not a folder"),
+        (["index", docs, "--index", new, "--bundle", "nowhere"], "no bundle 'nowhere'"),
         ([*index, new, "--codec", "int3"], "int3"),
         ([*index, store, "--codec", "fp16"], "codec 'int8'"),
-        (["ask", " ", "--store", store], "question is empty"),
-        (["ask", QUESTION, "--store", store, "--ratio", 6], "multiple of 4"),
-        (["ask", QUESTION, "--store", tmp_path / "elsewhere"], "ctx-compress index DIR --store"),
-        (["info", "--store", tmp_path / "elsewhere"], "no store at"),
-        (["info", "--store", other], "holds no index"),
+        (["ask", " ", "--index", store], "question is empty"),
+        (["ask", QUESTION, "--index", store, "--ratio", 6], "multiple of 4"),
+        (["ask", QUESTION, "--index", tmp_path / "elsewhere"], "ctx-compress index DIR --index"),
+        (["info", "--index", tmp_path / "elsewhere"], "no store at"),
+        (["info", "--index", other], "holds no index"),
         (["train", "demo/nothing"], "no recipe 'demo/nothing'"),
     ):
         assert message in run.fails(*command), command
@@ -277,23 +277,23 @@ def test_a_command_imports_only_what_it_needs(store: Path, command: list[str], u
         "assert main(sys.argv[2:]) == 0\n"
         "assert not set(sys.argv[1].split()) & sys.modules.keys()"
     )
-    given = [sys.executable, "-c", code, unwanted, *command, "--store", str(store)]
+    given = [sys.executable, "-c", code, unwanted, *command, "--index", str(store)]
     done = subprocess.run(given, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_info_prunes_soft_contexts_without_a_passage_in_a_backup(run: Any, store: Path, tmp_path: Path) -> None:
-    assert run("backup", "--store", store, tmp_path / "copy") == 0
+    assert run("backup", "--index", store, tmp_path / "copy") == 0
     assert_same_contents(tmp_path / "copy", store)
-    assert "does not exist yet" in run.fails("backup", "--store", store, tmp_path / "copy")
+    assert "does not exist yet" in run.fails("backup", "--index", store, tmp_path / "copy")
     client = chromadb.PersistentClient(str(tmp_path / "copy"))
     passages = client.get_collection("passages", embedding_function=None)
     [gone, *kept] = passages.get()["ids"]
     passages.delete([gone])
     client.close()
-    assert run("info", "--store", tmp_path / "copy") == 0
+    assert run("info", "--index", tmp_path / "copy") == 0
     assert "orphans        1 soft contexts without a passage" in run.out
-    assert run("info", "--store", tmp_path / "copy", "--prune") == 0
+    assert run("info", "--index", tmp_path / "copy", "--prune") == 0
     assert "deleted soft contexts without a passage: 1\n" in run.out and "orphans" not in run.out
     assert contents(tmp_path / "copy").keys() == set(kept)
 
@@ -308,7 +308,7 @@ def command(tmp_path: Path, bundle_folder: Path) -> list[object]:
     made = client.create_collection("docs", embedding_function=None)
     made.add(ids=["orla"], embeddings=[[1.0, 0.0]], documents=[TEXT])
     client.close()
-    return ["index", "--collection", "docs", "--store", tmp_path / "chroma", "--bundle", bundle_folder]
+    return ["index", "--collection", "docs", "--index", tmp_path / "chroma", "--bundle", bundle_folder]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -332,8 +332,8 @@ def test_names_that_are_not_utf_8_are_told(run: Any, command: list[object], docs
     said = run.fails(*command[:at], name, *command[at + 1 :])
     assert "no collection 'caf\\udce9' in" in said and said.endswith("there are docs")
     (tmp_path / "chroma").rename(tmp_path / name)
-    at = command.index("--store") + 1
-    for there in ([*command[:at], tmp_path / name], ["index", docs, "--store", tmp_path / f"new {name}"]):
+    at = command.index("--index") + 1
+    for there in ([*command[:at], tmp_path / name], ["index", docs, "--index", tmp_path / f"new {name}"]):
         assert "caf\\udce9', whose name is not UTF-8: rename it" in run.fails(*there)
     assert not (tmp_path / f"new {name}").exists()
 
@@ -352,7 +352,7 @@ def test_help_shows_an_example_that_is_right(name: str, capsys: pytest.CaptureFi
 
 def test_a_list_is_several_values_after_one_flag_or_several_flags() -> None:
     for args in (["--ratios", "4", "8", "--k", "3"], ["--k", "3", "--ratios", "4", "--ratios", "8"]):
-        given = COMMANDS["agree"].make_context("agree", ["a.txt", "--store", "s", *args]).params
+        given = COMMANDS["agree"].make_context("agree", ["a.txt", "--index", "s", *args]).params
         assert (given["ratios"], given["k"], given["questions"]) == ([4, 8], 3, "a.txt")
 
 
@@ -391,7 +391,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_full_disk_is_one_line_and_is_resumed(run: Any, bundle_folder: Path, docs: Path, tmp_path: Path) -> None:
-    command = ["index", docs, "--bundle", bundle_folder, "--store", tmp_path / "chroma"]
+    command = ["index", docs, "--bundle", bundle_folder, "--index", tmp_path / "chroma"]
     done = run_python(FULL, *command)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -405,7 +405,7 @@ def test_agree_finds_out_before_the_answers_that_its_output_is_no_folder(run: An
     (tmp_path / "file").write_text("kept")
     # There is no store either, which is found out only later.
     assert str(tmp_path / "file") in run.fails(
-        "agree", tmp_path / "q.txt", "--store", tmp_path / "s", "--output", tmp_path / "file"
+        "agree", tmp_path / "q.txt", "--index", tmp_path / "s", "--output", tmp_path / "file"
     )
 
 

@@ -22,7 +22,7 @@ from ctx_compress_rag.text.quoting import find_quotations
 from ctx_compress_rag.text.template_words import without_template
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.text.tokenizing import text_ids
-from helpers.decoding import PASSAGES, QUESTION, apart
+from helpers.decoding import PASSAGES, QUESTION, apart, marker_beside
 
 TEXTS = [
     'In 1903, "Lucas Cranach" (the Elder) paid $1,200.50 at 4:51.\nIt\u2019s state-of-the-art. Na\u00efve \U0001f642.',
@@ -228,7 +228,7 @@ def test_no_answer_quotes_the_question(make_tiny_bundle: Any) -> None:
         refined = words(("user", f"The query is: Who?\n{before}Some context.\n----\n{marker}\n----\nRefined Answer:"))
         assert "Orla." in refined and not any(each in refined for each in ("Who", "Some", "Refined"))
     # Text that ends with a marker without slots is a passage, and costs nothing.
-    [end] = store.markers(["digits"], None, shown=[len("1 2\n\n3")])
+    end = marker_beside(store, "digits", 0, len("1 2\n\n3"))
     plain, marked = (
         [{"role": "user", "content": f"Context: {text}\nQuestion: 4"}] for text in ("1 2\n\n3", f"1 2\n\n3 {end}")
     )

@@ -30,7 +30,7 @@ from ctx_compress_rag.models.layers import lora_delta
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from helpers import architectures
-from helpers.decoding import PASSAGES, QUESTION, by_transformers, damage, prompt_of
+from helpers.decoding import PASSAGES, QUESTION, by_transformers, damage, marker_beside, prompt_of
 from helpers.models import tiny_config
 
 
@@ -211,7 +211,7 @@ def with_shares(bundle: Bundle, shares: dict[str, float]) -> Any:
 
 @pytest.mark.parametrize("side", SHARES)
 def test_each_side_has_its_own_weights(decoder: Decoder, store: SoftContextStore, side: Side) -> None:
-    marker = store.markers(["a"], 4, shown=[0] if side == "blend" else None)[0]
+    marker = marker_beside(store, "a", 4, 0 if side == "blend" else None)
     text = {"text": PASSAGES["a"], "reader": marker, "blend": f"{PASSAGES['b']} {marker}"}[side]
     [prompt] = decoder.preparer.prepare([[{"role": "user", "content": f"{text}\n\n{QUESTION}"}]])
     assert prompt.side == side
@@ -228,7 +228,7 @@ def test_each_side_has_its_own_weights(decoder: Decoder, store: SoftContextStore
 
 
 def test_only_a_bundle_that_blends_reads_slots_beside_text_so(bundle: Bundle, store: SoftContextStore) -> None:
-    marked = [store.marker("b", 4), *store.markers(["a"], 4, shown=[0])]
+    marked = [store.marker("b", 4), marker_beside(store, "a", 4, 0)]
     plain = Bundle(
         bundle.config.model_copy(update={"reader_share": 1.0}), bundle.backbone, bundle.compressor, bundle.reader
     )

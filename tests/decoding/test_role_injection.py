@@ -151,9 +151,9 @@ def test_the_padding_token_in_a_text_does_not_count_as_a_slot(bundle: Bundle, st
     decoder = Decoder(bundle, store)
     pad = bundle.tokenizer.pad_token
     [marker] = store.markers(store.ensure(["The tower of Brindle is old, and it leans."]), store.base_ratio)
-    [soft] = store.fetch([part for part in store.split(marker) if not isinstance(part, str)])
+    [read] = store.read([part for part in store.split(marker) if not isinstance(part, str)])
     ids = decoder.preparer.token_ids(f"{pad} before {marker} after {pad}{pad}")
-    assert ids.count(bundle.tokenizer.pad_token_id) == soft.n_slots
+    assert ids.count(bundle.tokenizer.pad_token_id) == read.soft.n_slots
 
 
 @pytest.mark.parametrize("bundle", ["Llama"], indirect=True)  # the same with all

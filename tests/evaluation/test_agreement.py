@@ -150,9 +150,9 @@ def test_command_compares_answers_about_an_index(
 ) -> None:
     bundle, docs = save_bundle(make_tiny_bundle(), tmp_path / "bundle"), write_docs(tmp_path / "docs", files=1)
     store, asked, out = tmp_path / "store", tmp_path / "asked.txt", tmp_path / "out"
-    assert main(["index", str(docs), "--store", str(store), "--bundle", str(bundle)]) == 0
+    assert main(["index", str(docs), "--index", str(store), "--bundle", str(bundle)]) == 0
     asked.write_text("Who is the mayor?\n\n  Where was she born?\n")
-    command = ["agree", str(asked), "--store", str(store), "--k", "2", "--ratios", "8", "8", "--output", str(out)]
+    command = ["agree", str(asked), "--index", str(store), "--k", "2", "--ratios", "8", "8", "--output", str(out)]
     capsys.readouterr()
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_command_compares_answers_about_an_index(
     ]
     written = (out / "agreement.md").read_text().strip()
     assert written.split("\n\n")[0] in said and said.strip().endswith(written.split("\n\n")[1])
-    assert main(["agree", str(tmp_path / "none.txt"), "--store", str(store)]) == 2
+    assert main(["agree", str(tmp_path / "none.txt"), "--index", str(store)]) == 2
     asked.write_text("\n")
-    assert main(["agree", str(asked), "--store", str(store)]) == 2
+    assert main(["agree", str(asked), "--index", str(store)]) == 2
     assert "holds no questions" in capsys.readouterr().err

@@ -29,7 +29,8 @@ def test_a_dataset_goes_into_a_store_once(bundle_folder: Path, tmp_path: Path, c
         assert store_dataset(dataset, str(folder), str(bundle_folder), 1) == 100
         store.delete(["p3", "p7"])
         assert store_dataset(dataset, str(folder), str(bundle_folder), 1) == 2
-        assert all(store.has([row["text"] for row in rows], [row["id"] for row in rows]))
+        ids = [row["id"] for row in rows]
+        assert store.stored_ids([row["text"] for row in rows], ids) == ids
 
 
 def test_a_fault_of_a_worker_is_told(tmp_path: Path, cluster: None) -> None:

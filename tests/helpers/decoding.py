@@ -33,6 +33,13 @@ def passage_store(bundle: Any, collection: str) -> SoftContextStore:
     return made
 
 
+def marker_beside(store: SoftContextStore, id: str, ratio: int, shown: int | None) -> str:
+    """The marker of a passage of which `shown` characters stand before it; at a ratio of 0, a marker without slots."""
+    [passage] = store.get_passages([id])
+    assert passage is not None
+    return store.marker_of(passage, ratio // store.base_ratio or None, shown=shown)
+
+
 def prompts_of(store: SoftContextStore) -> list[Any]:
     """With one passage, three, none; neighbors without text between them; text beside; raw and chat; several ratios."""
     a, b, c = store.markers(["a", "b", "c"], ratio=4)
@@ -43,7 +50,7 @@ def prompts_of(store: SoftContextStore) -> list[Any]:
         [{"role": "system", "content": f"Use this: {c}"}, {"role": "user", "content": QUESTION}],
         "Who kept bees?",
         b,
-        f"She kept bees. {store.markers(['a'], 8, shown=[14])[0]} {QUESTION}",
+        f"She kept bees. {marker_beside(store, 'a', 8, 14)} {QUESTION}",
     ]
 
 

@@ -47,7 +47,7 @@ def listening(app: Any) -> Iterator[str]:
 @contextmanager
 def serving(index: Path, *options: str) -> Iterator[tuple[Any, str]]:
     """The process of `ctx-compress serve` on an index of the bundle `tiny`, for the key `ANNA`, and its address."""
-    given = ["serve", "--store", str(index), "--port", "0", *options]
+    given = ["serve", "--index", str(index), "--port", "0", *options]
     env = {"CTX_COMPRESS_API_KEYS": f"{ANNA} anna", KEY_VARIABLE: "k" * 32}
     with Forked(COMMAND, *given, env=env) as process:
         line = process.stdout.readline()

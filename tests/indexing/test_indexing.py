@@ -21,8 +21,7 @@ from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, build, demo
 from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk_text
-from ctx_compress_rag.indexing.demo import run_demo
-from ctx_compress_rag.indexing.demo_corpus import wikipedia_corpus
+from ctx_compress_rag.indexing.demo import run_demo, wikipedia_corpus
 from ctx_compress_rag.indexing.fit import IndexFit
 from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
@@ -414,11 +413,11 @@ def test_the_report_is_of_one_store_and_one_decoder_and_a_second_run_compresses_
 
     monkeypatch.setattr(Bundle, "compress", lambda *args, **kwargs: pytest.fail("compressed again"))
     capsys.readouterr()
-    assert main(["demo", "--store", str(folder)]) == 0
+    assert main(["demo", "--index", str(folder)]) == 0
     out = capsys.readouterr().out
     assert f"all 24 passages found in {folder}: nothing compressed" in out
     for system in report.systems:
-        line = next(line for line in out.splitlines() if line.startswith(f"{system.label}  "))
+        line = next(line for line in out.splitlines() if line.startswith(f"| {system.label} |"))
         assert f"{system.score:.2f}" in line and f"{system.stored_bytes:,}" in line
     for question in wikipedia_corpus().questions:
         assert question.text[:40] in out

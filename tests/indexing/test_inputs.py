@@ -128,7 +128,7 @@ def test_an_apps_own_collection(tmp_path: Path, bundle_folder: Path) -> None:
     rag.update(ids=["row1"], embeddings=[[1.0, 0.0]], documents=["Another text."])
     assert compress_collection(tmp_path / "chroma", "docs", str(bundle_folder)) == AddReport(0, 1, len(ROWS) - 1)
     with SoftContextStore(rag, Bundle.from_pretrained(bundle_folder)) as store:
-        assert store.has(["Another text."], ["row1"]) == [True]
+        assert store.stored_ids(["Another text."], ["row1"]) == ["row1"]
     with pytest.raises(StoreError, match=r"no collection 'dogs'.*there are docs, docs-ctx"):
         compress_collection(tmp_path / "chroma", "dogs", str(bundle_folder))
 

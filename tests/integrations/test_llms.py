@@ -49,7 +49,6 @@ from helpers.langchain import (
     while_the_decoder_is_taken,
 )
 from helpers.server import chroma_server
-from helpers.store import WordBundle
 from langchain_ctx_compress import ChatCompressedContext
 from llama_index.llms.ctx_compress import CompressedContextLLM
 from llama_index.postprocessor.ctx_compress import CompressSoftContext
@@ -96,15 +95,6 @@ def test_a_postprocessor_refuses_impossible_options(
     with pytest.raises(error, match=message):
         framework.postprocessor(**{"store": app.store, **options})
     assert framework.postprocessor(store=app.store, ratio="16").ratio == 16
-
-
-@FRAMEWORKS
-def test_what_only_compresses_is_no_model(tmp_path: Path, framework: Any) -> None:
-    with (
-        SoftContextStore(tmp_path, WordBundle()) as store,  # type: ignore[arg-type]
-        pytest.raises(ConfigError, match="'words' has no decoder"),
-    ):
-        framework.llm(store=store)
 
 
 @FRAMEWORKS

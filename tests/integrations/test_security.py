@@ -58,7 +58,7 @@ def test_a_stream_has_the_scope_of_where_it_is_read(app: App, tmp_path: Path) ->
         with markers.scope("anna"):
             late = chain.stream(QUESTION)
         assert list(late) and (store.ids("nobody"), store.ids("anna")) == (["safe"], [])
-        assert store.has([secret.page_content], ["safe"], scope="ben") == [False]
+        assert store.stored_ids([secret.page_content], ["safe"], scope="ben") == [None]
         with markers.scope("anna"):
             assert list(chain.stream(QUESTION)) and store.ids("anna") == ["safe"]
 

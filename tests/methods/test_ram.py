@@ -249,7 +249,7 @@ def test_nothing_is_lost_and_k_segments_are_kept(
     tokens = sum(len(ids) for ids in segments)
     k = tokens // (4 * ratio)
     skimmed = sum(m.slots for m in found)
-    kept_tokens = tokens - sum(s.n_tokens for s in store.fetch(found))
+    kept_tokens = tokens - sum(each.soft.n_tokens for each in store.read(found))
     assert skimmed <= len(segments) - k and 4 * k - 3 <= kept_tokens <= 4 * k
     # The prompt's size, but for the edges of kept runs, which are tokenized with the prompt.
     size = sum(len(Decoder(bundle, store).preparer.token_ids(text)) for text in marked)
@@ -384,7 +384,7 @@ def test_all_tenants_together_keep_so_many_slots(store: SoftContextStore, monkey
 
     def fetched(who: str) -> list[SoftContext]:
         parts = [part for text in marked[who] for part in store.split(text, who)]
-        return store.fetch([part for part in parts if isinstance(part, Marker) and part.slots])
+        return [each.soft for each in store.read([p for p in parts if isinstance(p, Marker) and p.slots])]
 
     with pytest.raises(MissingPassageError):
         fetched("ann")

@@ -24,7 +24,7 @@ def index(make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     save_bundle(make_tiny_bundle(), folder / "bundle")
     store = folder / "chroma"
     docs = write_docs(folder / "docs", files=1)
-    assert main(["index", str(docs), "--store", str(store), "--bundle", str(folder / "bundle")]) == 0
+    assert main(["index", str(docs), "--index", str(store), "--bundle", str(folder / "bundle")]) == 0
     return store
 
 

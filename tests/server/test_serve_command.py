@@ -39,7 +39,7 @@ def test_the_command_serves_until_it_is_told_to_stop(index: Path) -> None:
 def test_a_ratio_that_cannot_be_made_is_refused_before_it_serves(
     index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--store", str(index), "--port", "0", "--retrieve", "1", "--ratio", "6"]) == 2
+    assert main(["serve", "--index", str(index), "--port", "0", "--retrieve", "1", "--ratio", "6"]) == 2
     assert "multiple of 4" in capsys.readouterr().err
 
 
@@ -47,7 +47,7 @@ def test_a_collection_without_soft_contexts_is_said_before_it_serves(
     index: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ctx_compress_rag.server.run.run_server", lambda *_, **__: None)  # as if stopped at once
-    command = ["serve", "--store", str(index), "--port", "0", "--bundle", str(index.parent / "bundle"), "--collection"]
+    command = ["serve", "--index", str(index), "--port", "0", "--bundle", str(index.parent / "bundle"), "--collection"]
     for name, said in (("passages", 0), ("pasages", 1)):
         assert main([*command, name]) == 0
         assert len(caplog.records) == said
@@ -103,7 +103,7 @@ def test_what_cannot_be_served_is_said_before_a_store_is_opened(
     monkeypatch.delenv("CTX_COMPRESS_API_KEYS", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys").write_text(f"{ANNA} anna\n")
-    assert main(["serve", "--store", "nowhere", *options]) == 2
+    assert main(["serve", "--index", "nowhere", *options]) == 2
     assert message in capsys.readouterr().err
 
 

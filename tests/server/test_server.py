@@ -205,7 +205,7 @@ def test_of_many_texts_only_the_part_that_has_begun_is_compressed_for_nobody(
     with held(decoder.bundle), pytest.raises(httpx.ReadTimeout):
         post(url, "compress", {"input": texts}, timeout=1)
     post(url, "compress", {"input": "The mill of Stavely was built of oak."})  # waits for what has begun
-    stored = store.has(texts, scope="anna")
+    stored = store.stored_ids(texts, scope="anna")
     assert stored[0] and not stored[-1]
     store.delete(store.ids("anna"), "anna")
 

@@ -107,13 +107,13 @@ def test_a_marker_fetches_its_passage_at_its_ratio(store: SoftContextStore, bund
     parts = store.split("Read: " + " and ".join(markers) + "?")
     found = parts[1::2]
     assert parts[::2] == ["Read: ", *[" and "] * 5, "?"]
-    for marker, soft, text in zip(found, store.fetch(found), texts, strict=True):
+    for marker, read, text in zip(found, store.read(found), texts, strict=True):
         direct = bundle.at(text, ratio)
-        assert marker.slots == soft.n_slots == direct.n_slots
-        assert_same(soft, direct, tolerance=0.015)
-    assert store.text_of(found) == texts
-    assert store.fetch(found[::-1])[0].n_tokens == 37
-    assert store.fetch([]) == store.text_of([]) == []
+        assert marker.slots == read.soft.n_slots == direct.n_slots
+        assert_same(read.soft, direct, tolerance=0.015)
+        assert read.text == text
+    assert store.read(found[::-1])[0].soft.n_tokens == 37
+    assert store.read([]) == []
 
 
 def test_a_marker_lasts_as_long_as_its_text(store: SoftContextStore, bundle: WordBundle) -> None:
@@ -121,12 +121,11 @@ def test_a_marker_lasts_as_long_as_its_text(store: SoftContextStore, bundle: Wor
     parts = store.split("".join(store.markers(["p0", "p1"], 8)))
     store.add([passage(0), passage(77)], ["copy", "p1"], progress=False)
     store.delete(["p0"])
-    assert_same(store.fetch(parts[:1])[0], bundle.at(passage(0), 8), tolerance=0.015)  # of the copy
+    assert_same(store.read(parts[:1])[0].soft, bundle.at(passage(0), 8), tolerance=0.015)  # of the copy
     store.delete(["copy"])
-    for read in (store.fetch, store.text_of):
-        for marker in parts:
-            with pytest.raises(MissingPassageError, match="retrieve again"):
-                read([marker])
+    for marker in parts:
+        with pytest.raises(MissingPassageError, match="retrieve again"):
+            store.read([marker])
     with pytest.raises(MissingPassageError, match="'p0' is not stored"):
         store.markers(["p1", "p0"], 8)
 
@@ -313,7 +312,7 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
         spoil(tmp_path, name)
         if name in ("a payload cut short", "another passage's payload"):  # the text is still good
             assert store.get_passages(["p1"])[0].text == passage(1)
-        reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.fetch(markers[:2])]
+        reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.read(markers[:2])[1].soft]
         if name in ("a text that is none", "another passage's text alone"):  # which slots do without
             reads = [lambda: store.get_passages(["p1"])]
         for read in reads:
@@ -322,7 +321,7 @@ def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) ->
         assert_same(store.get(["p2"])[0], bundle.at(passage(2), 4))
         assert store.discard_damaged() == ["p1"]
         assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
-        assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
+        assert_same(store.read(markers)[1].soft, bundle.at(passage(1), 4))
         assert store.discard_damaged() == []
 
 
@@ -365,7 +364,7 @@ def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> Non
         shown = mark_texts(store, texts, ["p0", "p1", "p2"], scope=scope)
         markers = [part for text in shown for part in store.split(text, scope)]
         assert [len(call) for call in bundle.calls] == [3, 1]
-        assert_same(store.fetch(markers)[1], bundle.at(passage(1), 4))
+        assert_same(store.read(markers)[1].soft, bundle.at(passage(1), 4))
         assert store.get_passages(["p1"], scope)[0].metadata == {"page": 1}
         assert store.damaged() == ([] if scope == "default" else ["p1"])  # others' records are theirs to mend
 

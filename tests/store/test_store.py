@@ -42,7 +42,7 @@ def test_get_keeps_order_duplicates_and_gaps(store: SoftContextStore, bundle: Wo
     assert len(store) == 12
     assert sorted(store.ids()) == sorted(f"p{i}" for i in range(12))
     texts, ids = [passage(1), passage(0)], ["p1", "p0"]
-    assert store.has(texts, iter(ids)) == [True, True]  # type: ignore[arg-type]
+    assert store.stored_ids(texts, iter(ids)) == ids  # type: ignore[arg-type]
     assert store.delete(iter(ids)) == 2  # type: ignore[arg-type]
 
 
@@ -120,7 +120,8 @@ def test_passages_of_similar_length_are_compressed_together(
     with SoftContextStore(tmp_path, bundle) as store:
         store.add(texts, progress=False)
         assert read == sorted(map(len, texts), reverse=True)
-        assert store.text_of([store.split(m)[0] for m in store.markers(store.ensure(texts[:5]), 4)]) == texts[:5]
+        read = store.read([store.split(m)[0] for m in store.markers(store.ensure(texts[:5]), 4)])
+        assert [each.text for each in read] == texts[:5]
 
 
 def test_passages_come_back_with_their_text(store: SoftContextStore) -> None:
@@ -135,7 +136,7 @@ def test_more_ids_than_one_query_takes(store: SoftContextStore) -> None:
     ids = [f"p{i}" for i in range(600)]
     assert all(store.get(ids[::-1]))
     assert store.get(["none"] * 40_000) == [None] * 40_000
-    assert store.has([passage(i) for i in range(600)], ids) == [True] * 600
+    assert store.stored_ids([passage(i) for i in range(600)], ids) == ids
     assert store.delete([*ids[:300], *ids[:10], "none"]) == 300
     assert len(store) == 300
 
@@ -348,7 +349,7 @@ def test_a_store_keeps_the_codec_and_the_ratio_it_was_made_with(tmp_path: Path) 
         with pytest.raises(RatioError, match="cannot be merged"):
             store.markers(["p0"], 16)
     with SoftContextStore(tmp_path, bundle) as again:
-        assert (again.codec, again.base_ratio) == ("fp16", 8)
+        assert (again.info().codec, again.base_ratio) == ("fp16", 8)
         add(again, 2)
         for number, soft in enumerate(again.get(["p0", "p1"])):
             assert_same(soft, bundle.at(passage(number), 8), tolerance=1e-3)

@@ -162,7 +162,7 @@ def test_ids_that_are_none_are_refused_everywhere(store: SoftContextStore, ids: 
         lambda: store.markers(ids, 4),
     ]
     if ids is not None:
-        calls += [lambda call=call: call([passage(1)], ids) for call in (store.has, store.ensure, store.add)]
+        calls += [lambda call=call: call([passage(1)], ids) for call in (store.stored_ids, store.ensure, store.add)]
     for call in calls:
         with pytest.raises(ConfigError):
             call()
@@ -171,7 +171,7 @@ def test_ids_that_are_none_are_refused_everywhere(store: SoftContextStore, ids: 
 
 @pytest.mark.parametrize("texts", [5, None, range(3), "a text", [b"bytes"]], ids=repr)
 def test_texts_that_are_none_are_refused_everywhere(store: SoftContextStore, texts: Any) -> None:
-    for call in (store.has, store.ensure, store.add, lambda texts: store.get(["a"], texts=texts or 5)):
+    for call in (store.stored_ids, store.ensure, store.add, lambda texts: store.get(["a"], texts=texts or 5)):
         with pytest.raises(ConfigError):
             call(texts)
 
@@ -181,7 +181,7 @@ def test_one_tenants_passages_are_not_there_for_another(store: SoftContextStore)
     marker = store.marker("a", 4, scope="ann")
     for tenant in ("bob", markers.DEFAULT_SCOPE):
         assert store.get(["a"], tenant) == store.get_passages(["a"], tenant) == [None]
-        assert store.has([passage(1)], ["a"], tenant) == [False]
+        assert store.stored_ids([passage(1)], ["a"], tenant) == [None]
         assert store.ids(tenant) == []
         assert store.delete(["a"], tenant) == 0
         assert store.split(marker, tenant) == [marker]
@@ -195,10 +195,10 @@ def test_a_tenants_marker_ends_with_its_own_passage(store: SoftContextStore) -> 
     for tenant in ("ann", "bob"):
         store.add([passage(1)], ["a"], progress=False, scope=tenant)
     [marker] = store.split(store.marker("a", 4, "ann"), "ann")
-    assert store.text_of([marker]) == [passage(1)]
+    assert store.read([marker])[0].text == passage(1)
     store.delete(["a"], "ann")
     with pytest.raises(MissingPassageError):
-        store.text_of([marker])
+        store.read([marker])
 
 
 def test_a_tenants_marker_finds_its_own_record_first(store: SoftContextStore, tmp_path: Path) -> None:
@@ -207,8 +207,9 @@ def test_a_tenants_marker_finds_its_own_record_first(store: SoftContextStore, tm
     [marker] = store.split(store.marker("a", 4, "ann"), "ann")
     raw = chromadb.PersistentClient(tmp_path / "chroma").get_collection("passages-ctx", embedding_function=None)
     raw.update(ids=[record_id("a", markers.DEFAULT_SCOPE)], metadatas=[{"payload": "damaged"}])
-    assert store.text_of([marker]) == [passage(1)]
-    assert_same(store.fetch([marker])[0], store.bundle.at(passage(1), 4))
+    [read] = store.read([marker])
+    assert read.text == passage(1)
+    assert_same(read.soft, store.bundle.at(passage(1), 4))
 
 
 def test_what_has_no_scope_is_shared_and_a_tenants_own_comes_first(store: SoftContextStore, bundle: WordBundle) -> None:
@@ -262,7 +263,7 @@ def test_a_scope_that_is_no_name_is_refused_everywhere(store: SoftContextStore, 
         lambda: store.ensure([passage(0)], scope=scope),
         lambda: store.get(["p0"], scope),
         lambda: store.get_passages(["p0"], scope),
-        lambda: store.has([passage(0)], scope=scope),
+        lambda: store.stored_ids([passage(0)], scope=scope),
         lambda: store.ids(scope),
         lambda: store.delete(["p0"], scope),
         lambda: store.markers(["p0"], 4, scope),

@@ -50,8 +50,9 @@ def test_add_get_delete_and_markers(client: ClientAPI, port: int) -> None:
     for id, soft in zip(["p299", "p0", "p0"], second.get(["p299", "p0", "p0"]), strict=True):
         assert_same(soft, bundle.at(passage(int(id[1:])), 4))
     parts = second.split(" ".join(store.markers(["p5", "p6"], 16)))
-    assert second.text_of([parts[0], parts[2]]) == [passage(5), passage(6)]
-    assert_same(second.fetch([parts[2]])[0], bundle.at(passage(6), 16), tolerance=0.015)
+    read = second.read([parts[0], parts[2]])
+    assert [each.text for each in read] == [passage(5), passage(6)]
+    assert_same(read[1].soft, bundle.at(passage(6), 16), tolerance=0.015)
     assert store.delete(ids[:100]) == 100
     assert len(second) == 200
     info = second.info()
@@ -159,13 +160,13 @@ def test_an_odd_answer_is_the_librarys_own_error_with_the_address(
         lambda: opened(liar, "honest"),
         lambda: store.get(["p6"]),
         lambda: store.get_passages(["p6"]),
-        lambda: store.has([passage(6)], ["p6"]),
+        lambda: store.stored_ids([passage(6)], ["p6"]),
         lambda: store.ids(),
         lambda: len(store),
         lambda: store.info(),
         lambda: store.damaged(),
         lambda: store.markers(["p6"], 4),
-        lambda: store.fetch([marker]),  # type: ignore[list-item]
+        lambda: store.read([marker]),  # type: ignore[list-item]
         lambda: store.ensure([passage(6)], ["p6"]),
         lambda: store.delete(["p6"]),
         lambda: store.discard_damaged(),

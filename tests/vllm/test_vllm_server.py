@@ -23,6 +23,7 @@ from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.server.app import create_app
+from helpers.decoding import marker_beside
 from helpers.engines import EngineTests
 from helpers.models import draw_lora
 from helpers.server import free_port
@@ -132,8 +133,8 @@ class TestMatrix(EngineTests):
         plain = [{"role": "user", "content": QUESTION}]
         marker = mark_texts(store, [PASSAGE], ratio=8)[0]
         again = [*soft, {"role": "assistant", "content": "Orla."}, *plain]
-        ids = store.ensure([PASSAGE])
-        beside = f"{PASSAGE} {store.markers(ids, 8, shown=[len(PASSAGE)])[0]}\n\n{QUESTION}"
+        [id] = store.ensure([PASSAGE])
+        beside = f"{PASSAGE} {marker_beside(store, id, 8, len(PASSAGE))}\n\n{QUESTION}"
         return [soft, plain, f"{marker}\n\n{QUESTION}", QUESTION, again, beside]
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.bundle.exported import is_exportable, write_exported_bundle
+from ctx_compress_rag.bundle.exported import write_exported_bundle
 from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.gguf_conversion import CONVERTER, convert_checkpoint
@@ -93,7 +93,7 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16", co
     _check_convertible(bundle, converter)
     folder.mkdir(parents=True, exist_ok=True)
     decoder, digests = bundle.config.decoder, weights_digests(bundle)
-    if is_exportable(bundle):
+    if not bundle.compressor.needs_question:
         write_exported_bundle(bundle, folder, digests, longest(bundle))
     for side in digests:
         with TemporaryDirectory(dir=folder) as part:

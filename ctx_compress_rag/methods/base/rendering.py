@@ -35,6 +35,7 @@ class PassageRenderer:
     """
 
     nestable: ClassVar[bool] = False  # whether the slots of a coarser ratio are weighted means of neighboring slots
+    needs_question: ClassVar[bool] = False  # whether stored slots are no context by themselves
 
     def merge_factor(self, ratio: int, stored: int) -> int:
         """Return how many slots, stored at `stored` source tokens each, become one slot at `ratio`.

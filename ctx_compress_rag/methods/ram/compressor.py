@@ -64,6 +64,8 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
     L_org of eq. 3, "the token length of original input", counts the passages without the question, as in section 4.3.
     """
 
+    needs_question = True
+
     def __init__(self, backbone: Backbone, config: RamConfig) -> None:
         super().__init__(backbone, config.encoder)
         self.config = config

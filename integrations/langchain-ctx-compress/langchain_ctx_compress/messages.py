@@ -12,7 +12,7 @@ from ctx_compress_rag.text.chat import THOUGHTS
 
 
 def to_chat(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
-    """Return the role and text of each message, in order; raise ConfigError for what a text decoder cannot read."""
+    """Return the role and text of each message, in order; raise ConfigError for anything but text."""
     if not messages:
         raise ConfigError("there are no messages to answer: give at least one")
     return [{"role": _role(message), "content": _text(message)} for message in messages]

@@ -15,7 +15,7 @@ from langchain_ctx_compress.sources import checked, with_text
 class CompressedContextPostprocessor(
     MarkingPostprocessor, BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]
 ):
-    """A step that replaces retrieved documents' text by what a budget buys, which is markers, sentences, or both.
+    """A step that replaces retrieved documents' text by markers, sentences, or both, within a budget.
 
     Works wherever a document compressor is expected (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`),
     and as a step of an LCEL chain, which has no question and therefore gets markers alone. The given documents are not

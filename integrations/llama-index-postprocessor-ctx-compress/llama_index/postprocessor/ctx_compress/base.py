@@ -9,7 +9,7 @@ from llama_index.postprocessor.ctx_compress.sources import restored
 
 
 class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
-    """A step that replaces retrieved texts, for the LLM, by what a budget buys, which is markers, sentences, or both.
+    """A step that replaces retrieved texts, for the LLM, by markers, sentences, or both, within a budget.
 
     Goes after the retriever, last among the postprocessors. The given nodes are never changed. The new nodes keep ids,
     scores, metadata, relationships and order, and by default show their markers and sentences only to the LLM (see

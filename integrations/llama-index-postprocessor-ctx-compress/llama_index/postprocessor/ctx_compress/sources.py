@@ -54,7 +54,7 @@ def restore_sources(
 
 
 def restored(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
-    """Return the nodes, with the original of each CompressedTextNode; raise ConfigError for what is no scored node."""
+    """Return the nodes, with the original of each CompressedTextNode; raise ConfigError for anything else."""
     wrong = [node for node in nodes if not isinstance(node, NodeWithScore)]
     if wrong:
         raise ConfigError(
