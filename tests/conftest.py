@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("quick")
 
 
 def pytest_runtest_teardown() -> None:

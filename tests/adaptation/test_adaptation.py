@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
@@ -276,7 +276,6 @@ def test_the_target_is_a_plain_sgd_loops(decoder: Decoder, bundle: Any, base: Ad
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
 def test_the_matching_loss_is_the_papers_on_whole_matrices(data: st.DataObject) -> None:
     """Eq. 9 in float64 with every matrix written out, for random widths, ranks, scales and sizes."""
     sizes = st.integers(1, 12)

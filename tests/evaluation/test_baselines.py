@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -32,7 +32,6 @@ def count(texts: list[str], tokenizer) -> int:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(max_size=40), max_size=4), st.integers(0, 60))
 def test_truncation_keeps_starts_within_the_budget(name: str, texts: list[str], budget: int) -> None:
     tokenizer = TOKENIZERS[name]
@@ -91,7 +90,6 @@ def test_standard_error_is_that_of_the_mean(scores: list[float]) -> None:
     assert standard_error(scores) == pytest.approx(statistics.stdev(scores) / math.sqrt(len(scores)), abs=1e-12)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1), st.lists(st.integers(1, 4), min_size=5, max_size=20))
 def test_a_share_kept_of_every_question_has_an_exact_interval(share: float, worth: list[int]) -> None:
     """If each question keeps the same share, so does each resample: only pairing makes this hold."""

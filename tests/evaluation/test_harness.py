@@ -145,7 +145,7 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     sets = question_sets(files, 9)
     assert {name: len(questions) for name, questions in sets.items()} == {"set1": 3, "set2": 5}
     assert len(fitting_questions(tiny_bundle, sets["set2"])) == 4
-    scored = evaluate_sets(tiny_bundle, sets, (4, 32), tmp_path / "out", sentences=False)
+    scored = evaluate_sets(tiny_bundle, sets, (4, 32), tmp_path / "out", sentences=False, max_tokens=4)
     assert "3 questions from set1" in scored["set1"].text
     assert "4 questions from set2 (1 are longer than the window); not trained for 32x" in scored["set2"].text
     saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
@@ -156,7 +156,7 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
 
 
 def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path) -> None:
-    examples = world_examples("test", 0, 40, max_turns=1, passages=(1,))
+    examples = world_examples("test", 0, 20, max_turns=1, passages=(1,))
     examples.append(Example(tuple(f"own {n}" for n in range(6)), (Turn("own?", ("a",)),)))
     write_jsonl(tmp_path / "set.jsonl", examples)
     [asked] = question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4).values()

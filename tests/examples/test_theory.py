@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from sklearn import preprocessing
@@ -72,10 +72,8 @@ sizes = st.fixed_dictionaries(
         "width": st.integers(1, 5),
     }
 )
-random_sizes = settings(deadline=None, max_examples=50)
 
 
-@random_sizes
 @given(sizes=sizes)
 def test_loss_and_gradient_step(sizes: dict[str, int]) -> None:
     """Eq. 3 one example at a time; eq. 4 against autograd."""
@@ -89,7 +87,6 @@ def test_loss_and_gradient_step(sizes: dict[str, int]) -> None:
     torch.testing.assert_close(delta_2, w2 - p.w2, **close)
 
 
-@random_sizes
 @given(sizes=sizes)
 def test_both_interfaces(sizes: dict[str, int]) -> None:
     """The dot product's, eq. 11, document by document, with encoders for queries (W_q) and documents (W_d).
@@ -110,7 +107,6 @@ def test_both_interfaces(sizes: dict[str, int]) -> None:
     torch.testing.assert_close(prediction, w1 @ (x + w_d @ found), **close)
 
 
-@random_sizes
 @given(sizes=sizes)
 def test_attention_is_the_papers_formula(sizes: dict[str, int]) -> None:
     """Eq. 2, with the injected rows under both keys and values (eq. 22), one token at a time."""
@@ -128,7 +124,6 @@ def test_attention_is_the_papers_formula(sizes: dict[str, int]) -> None:
         torch.testing.assert_close(layer.attend(tokens, context, rows), expected, **close)
 
 
-@random_sizes
 @given(sizes=sizes, depth=st.integers(1, 6))
 def test_k_layers_are_k_gradient_steps(sizes: dict[str, int], depth: int) -> None:
     """Eq. 5 to 7: x1 and x2 of all tokens stay, y moves by dW1 x1 + dW2 x2, that of the context for the next layer."""

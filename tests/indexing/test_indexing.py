@@ -10,7 +10,7 @@ from typing import Any
 import chromadb
 import pytest
 import regex
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense
@@ -42,7 +42,6 @@ _pieces = [*"abcXY .,!?\n\t。語é😀", "\n\n", "Orla was born. ", "word ", "#
 _texts = st.lists(st.sampled_from(_pieces), max_size=80).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
 @given(_texts, st.integers(8, 40), st.booleans())
 @example("x" * 400, 8, False)
 @example("語" * 100 + "。" + "語" * 50, 16, False)
@@ -61,7 +60,6 @@ _marked = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(_marked), min_size=20, max_size=80).map("".join), st.integers(24, 40))
 @example("👍🏽" * 30, 24)
 def test_passages_begin_and_end_between_characters(tiny_tokenizer: Any, text: str, most: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import ConfigError, RatioError
@@ -52,7 +52,6 @@ def count(shown: Sequence[ShownPassage]) -> int:
     return sum(costs) + 2 * max(0, len(costs) - 1)
 
 
-@settings(deadline=None, max_examples=300)
 @given(passage_lists, st.integers(1, 80), st.floats(0, 1), st.booleans(), st.data())
 def test_no_way_to_spend_it_takes_more(rows: Any, size: int, share: float, nestable: bool, data: Any) -> None:
     passages = made(rows)
@@ -72,7 +71,6 @@ def test_no_way_to_spend_it_takes_more(rows: Any, size: int, share: float, nesta
             assert each.slots in (0, -(-passage.slots // each.factor)) and (nestable or each.factor == 1)
 
 
-@settings(deadline=None, max_examples=200)
 @given(passage_lists, st.integers(3, 80))
 def test_sentences_are_the_nearest_until_one_is_cut(rows: Any, size: int) -> None:
     passages = made(rows)

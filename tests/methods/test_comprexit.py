@@ -129,7 +129,7 @@ def marginals(generator: torch.Generator, rows: int, columns: int) -> tuple[Tens
 
 
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 40), columns=st.integers(1, 8))
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_the_plan_is_the_entropic_optimum(seed: int, rows: int, columns: int) -> None:
     """Only the optimum has both marginals and is exp(f_t + g_k - C / epsilon); and no other solver is needed."""
     generator = torch.Generator().manual_seed(seed)

@@ -84,7 +84,6 @@ def representations(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 
 
 @given(vectors=representations(), ratio=st.integers(2, 10), data=st.data())
-@settings(deadline=None, max_examples=80)
 def test_short_passages_are_kept_by_their_tokens(
     bundle: Bundle, vectors: tuple[Tensor, Tensor], ratio: int, data: st.DataObject
 ) -> None:
@@ -167,7 +166,6 @@ def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], rat
 
 
 @given(text=st.text(min_size=1, max_size=80) | st.text("ab é🙂ß\n", min_size=1, max_size=80), size=st.integers(1, 9))
-@settings(deadline=None, max_examples=150)
 def test_segments_are_the_passage(tiny_tokenizer: Any, text: str, size: int) -> None:
     """Every token and every character once, in order, whatever the text."""
     cut = RamSegments.of(tiny_tokenizer, text, size)
@@ -237,7 +235,7 @@ words = st.lists(
 
 @given(passages=st.lists(words.map(" ".join).filter(str.strip), min_size=1, max_size=3), ratio=st.integers(2, 9))
 @example(passages=["1612. é🙂"], ratio=2)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_nothing_is_lost_and_k_segments_are_kept(
     bundle: Bundle, store: SoftContextStore, passages: list[str], ratio: int
 ) -> None:
@@ -352,7 +350,6 @@ def part(n: int, slots: int) -> TransientPart:
     most=st.integers(1, 12),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(0, 5)), max_size=40),
 )
-@settings(deadline=None, max_examples=60)
 def test_the_least_recently_used_go(most: int, steps: list[tuple[bool, int, int]]) -> None:
     """Against a plain list of what is kept, oldest first."""
     kept, plain = TransientParts(most), OrderedDict[str, int]()

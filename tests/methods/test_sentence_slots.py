@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from sentencex import segment
@@ -70,10 +70,8 @@ WIDE = st.text(
     st.sampled_from("aZ9 .!?\n\u00a0\u0085\u2028\u3002\u65e5\u672c\u00e9\U0001f600\u0301,'\"()"), max_size=30
 )
 ASCII = st.lists(st.sampled_from(PIECES), min_size=1, max_size=14).map("".join).filter(str.strip)
-once = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@once
 @given(
     st.one_of(ASCII, WIDE, st.text(max_size=40)), st.sampled_from([1, 2, 3, 8, 21, None]), st.booleans(), st.booleans()
 )
@@ -97,7 +95,6 @@ def test_every_token_and_character_is_in_one_unit(
         assert unit.tokens > 0 and sum(own) <= (limit or len(offsets))
 
 
-@once
 @given(ASCII, st.sampled_from([2, 3, 8, 21, None]), st.booleans())
 @example("some words \U0001f600 and some more \U0001f600\U0001f600", 6, False)  # several tokens of like offsets
 @example("some words \U0001f600 and some more \U0001f600\U0001f600", 9, False)
@@ -109,7 +106,6 @@ def test_a_units_tokens_are_those_of_its_text(tiny_tokenizer: Any, text: str, li
         ids = ids[unit.tokens :]
 
 
-@once
 @given(ASCII, st.integers(1, 24))
 def test_sentences_are_cut_between_words_and_merged_while_they_fit(tiny_tokenizer: Any, text: str, limit: int) -> None:
     parts = split_units(text, tiny_tokenizer, limit, merge=False)

@@ -90,15 +90,15 @@ def test_what_is_counted_is_what_the_decoder_reads(bundle: Bundle, tmp_path: Pat
         assert prompt.slots == sum(bundle.reader.positions(marker.slots) for marker in markers)
         whole = sum(len(bundle.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in PASSAGES)
         fitting = 0
-        for budget in (whole // 8, whole // 3, whole // 2):
-            for share in (0, 0.5, 1):
+        for budget in (whole // 8, whole // 2):
+            for share in (0, 0.5):
                 try:
                     options: dict[str, Any] = {"token_budget": budget, "text_share": share}
                     shown = mark_texts(store, PASSAGES, question=TEXTS["question"], **options)
                 except RatioError as error:
                     assert str(budget) in str(error)
                     continue
-                fitting += share < 1 and "[[ctx:" in "".join(shown)
+                fitting += "[[ctx:" in "".join(shown)
                 assert len(decoder.preparer.token_ids("\n\n".join(filter(None, shown)))) <= budget
         assert fitting
 

@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -30,7 +30,6 @@ def context(slots: np.ndarray, counts: list[int] | None = None) -> SoftContext:
     return SoftContext(slots, np.array(counts or [4] * len(slots)))
 
 
-@settings(deadline=None)
 @given(matrices(float(np.float32(3e38))))
 def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
     """Its own: channels with outliers do not drown the others."""
@@ -41,14 +40,12 @@ def test_int8_is_within_its_step_in_every_column(slots: np.ndarray) -> None:
     assert (np.abs(back - slots) <= step * 0.501 + 1e-40).all()
 
 
-@settings(deadline=None)
 @given(matrices(65504.0))
 def test_fp16_equals_numpy_half(slots: np.ndarray) -> None:
     back = decode_soft_context(encode_soft_context(context(slots), "fp16")).slots
     np.testing.assert_array_equal(back, slots.astype(np.float16).astype(np.float32))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.sampled_from(sorted(CODECS)))
 def test_token_counts_are_exact(counts: list[int], codec: str) -> None:
     back = decode_soft_context(encode_soft_context(context(np.ones((len(counts), 2), np.float32), counts), codec))
@@ -84,7 +81,6 @@ def test_every_cut_and_every_changed_byte_is_noticed(codec: str, shape: tuple[in
             decode_soft_context(damaged)
 
 
-@settings(deadline=None)
 @given(st.text() | st.binary().map(to_text))
 def test_rubbish_is_a_payload_error(rubbish: str) -> None:
     with pytest.raises(PayloadError):

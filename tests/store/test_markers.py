@@ -17,7 +17,7 @@ from typing import Any
 
 import chromadb
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctx_compress_rag.errors import MissingPassageError, PayloadError, RatioError, StoreError
@@ -250,7 +250,7 @@ def test_only_what_was_issued_to_the_scope_resolves(tiny_tokenizer: Any, caplog:
     """
     expected_of = {marker: marker.removeprefix("[[ctx:").split(".") for marker in ISSUED["anna"]}
 
-    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=300)
     @given(st.tuples(*[attacks] * len(CHAT)))
     def attack(drawn: tuple[str, ...]) -> None:
         chat = [{"role": role, "content": frame.format(each)} for (role, frame), each in zip(CHAT, drawn, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,7 +40,6 @@ from helpers.training import losses, settings_of
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 4))
-@settings(deadline=None)
 def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], rows: int) -> None:
     packer = RowPacker(rows, 16)
     placed: dict[int, torch.Tensor] = {}

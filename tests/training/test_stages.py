@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -131,7 +131,6 @@ TEXT = "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books
 
 
 @given(length=st.integers(2, 90), context=st.integers(1, 60), continuation=st.integers(1, 60))
-@settings(deadline=None, max_examples=60)
 def test_next_token_cuts(tiny_tokenizer: Any, length: int, context: int, continuation: int) -> None:
     """A text's beginning is compressed, and what follows it is predicted; of a short text nothing is left out."""
     text = tiny_tokenizer.decode([(37 * i) % 500 + 20 for i in range(length)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import chromadb
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock
 from llama_index.core.indices.prompt_helper import PromptHelper
@@ -95,7 +95,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(pieces=PIECES, window=st.integers(60, 300), overlap=st.sampled_from([0.0, 0.1]))
 def test_no_marker_is_cut_where_chunks_end(app: App, pieces: Any, window: int, overlap: float) -> None:
     """Whatever LlamaIndex packs: each chunk fits as the decoder counts it, every marker is whole."""
