@@ -1,151 +1,14 @@
-"""Make transformers' config of a GGUF file: of what the file says nothing is lost, or the file is refused.
-
-Keys and their defaults are llama.cpp's (`gguf/constants.py` of the package gguf, and llama.cpp's own reading of them).
-"""
+"""Make transformers' config of a GGUF file: of what the file says nothing is lost, or the file is refused."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ctx_compress_rag.models.gguf_architectures import Architecture, architecture_of
+
 Values = Mapping[str, np.ndarray[Any, Any]]  # small tensors by name, float32
-
-_SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-}
-_MLP = {"feed_forward_length": "intermediate_size"}
-_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_BIAS = {"attention_bias": "attn_q.bias"}
-_EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How transformers computes one of llama.cpp's architectures.
-
-    Attributes:
-        model_type: transformers' name.
-        keys: the architecture's settings in a file, and their names in transformers' config; all must be there.
-        optional: settings that may be absent; then the config's default is llama.cpp's, too.
-        fixed: config values that every file of the architecture means.
-        biases: config names, and the tensor of the first layer that is there if they are true.
-        full_every: attention slides in all layers but every n-th; 0 for one kind of layers.
-        paired: neighboring rows of queries and keys are rotated together, where transformers pairs a head's halves.
-        raised: weights of norms are stored plus one.
-    """
-
-    model_type: str
-    keys: Mapping[str, str]
-    optional: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    biases: Mapping[str, str] = field(default_factory=dict)
-    full_every: int = 0
-    paired: bool = False
-    raised: bool = False
-
-
-_CAPPED = {"final_logit_softcapping": "final_logit_softcapping"}
-ARCHITECTURES = {
-    "llama": Architecture("llama", _SIZES | _MLP | _RMS, biases=_BIAS | {"mlp_bias": "ffn_up.bias"}, paired=True),
-    "smollm3": Architecture(
-        "smollm3",
-        _SIZES | _MLP | _RMS,
-        fixed={"no_rope_layer_interval": 4},
-        biases=_BIAS | {"mlp_bias": "ffn_up.bias"},
-        paired=True,
-    ),
-    "granite": Architecture(
-        "granite",
-        _SIZES | _MLP | _RMS | {"logit_scale": "logits_scaling"},
-        {
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-        },
-        biases=_BIAS | {"mlp_bias": "ffn_up.bias"},
-        paired=True,
-    ),
-    "qwen2": Architecture("qwen2", _SIZES | _MLP | _RMS),
-    "qwen3": Architecture("qwen3", _SIZES | _MLP | _RMS, biases=_BIAS),
-    "qwen2moe": Architecture(
-        "qwen2_moe",
-        _SIZES | _MLP | _RMS | _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        fixed={"norm_topk_prob": False},
-        biases={"qkv_bias": "attn_q.bias"},
-    ),
-    "qwen3moe": Architecture(
-        "qwen3_moe", _SIZES | _MLP | _RMS | _EXPERTS, fixed={"norm_topk_prob": True}, biases=_BIAS
-    ),
-    "gemma": Architecture("gemma", _SIZES | _MLP | _RMS, biases=_BIAS, raised=True),
-    "gemma2": Architecture(
-        "gemma2",
-        _SIZES | _MLP | _RMS,
-        _CAPPED | {"attn_logit_softcapping": "attn_logit_softcapping"},
-        biases=_BIAS,
-        full_every=2,
-        raised=True,
-    ),
-    "gemma3": Architecture("gemma3_text", _SIZES | _MLP | _RMS, _CAPPED, biases=_BIAS, full_every=6, raised=True),
-    "olmo2": Architecture("olmo2", _SIZES | _MLP | _RMS, biases=_BIAS),
-    "phi3": Architecture("phi3", _SIZES | _MLP | _RMS, fixed={"sliding_window": None}),
-    "stablelm": Architecture(
-        "stablelm",
-        _SIZES
-        | _MLP
-        | {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
-        biases={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
-    ),
-    "starcoder2": Architecture(
-        "starcoder2",
-        _SIZES | _MLP | {"attention.layer_norm_epsilon": "norm_epsilon"},
-        fixed={"sliding_window": None},
-        biases={"use_bias": "attn_q.bias"},
-    ),
-    "cohere2": Architecture(
-        "cohere2",
-        _SIZES | _MLP | {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
-        biases=_BIAS,
-        full_every=4,
-    ),
-    "lfm2": Architecture(
-        "lfm2",
-        _SIZES | _MLP | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-        fixed={"block_auto_adjust_ff_dim": False},
-        biases={"conv_bias": "shortconv.in_proj.bias"},
-    ),
-    "mamba": Architecture(
-        "mamba",
-        {
-            "embedding_length": "hidden_size",
-            "block_count": "num_hidden_layers",
-            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.inner_size": "intermediate_size",
-            "ssm.state_size": "state_size",
-            "ssm.time_step_rank": "time_step_rank",
-        },
-        biases={"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"},
-    ),
-}
-
-
-def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
-    """Return what is known of a file's architecture; raise ValueError if nothing."""
-    name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
-        raise ValueError(
-            f"general.architecture = {name!r} is not one of those that are read from GGUF files "
-            f"({', '.join(sorted(ARCHITECTURES))}): give the model's transformers folder or hub id"
-        )
-    return ARCHITECTURES[name]
 
 
 def gguf_config(metadata: Mapping[str, Any], names: Mapping[str, tuple[int, ...]], factors: Values) -> Any:
@@ -170,19 +33,21 @@ def gguf_config(metadata: Mapping[str, Any], names: Mapping[str, tuple[int, ...]
         if key in left:
             said[name] = left.pop(key)
     said |= {name: f"blk.0.{tensor}" in names for name, tensor in known.biases.items()}
+    if metadata.get("split.count", 0) > 1 or "token_embd.weight" not in names:
+        raise ValueError("the file is a piece of a model, or none: join the pieces with llama-gguf-split --merge")
     rows = names["token_embd.weight"][0]
     left.pop("vocab_size", None)  # there are as many tokens as rows
     said |= {"vocab_size": rows, "tie_word_embeddings": "output.weight" not in names} | _ends(metadata, rows)
+    said["num_hidden_layers"] -= left.pop("nextn_predict_layers", 0)  # layers that guess further tokens
     model_type = known.model_type
-    if model_type == "mamba":
+    if model_type in ("mamba", "mamba2"):
         _drop(left, {"context_length": None, "feed_forward_length": 0, "attention.head_count": 0})
-        _drop(left, {"ssm.dt_b_c_rms": False})
     else:
-        _set_heads(said, left)
+        _set_heads(said, left, known)
         said["rope_parameters"] = _rope(said, left, factors)
         model_type = _set_window(said, left, known) or model_type
-        _set_family(said, left, model_type)
-    _drop(left, {"attention.causal": True, "rope.scaling.finetuned": None})
+    model_type = _set_family(said, left, model_type)
+    _drop(left, {"attention.causal": True, "rope.scaling.finetuned": None, **known.meant})
     if left:
         key = min(left)
         raise ValueError(
@@ -211,14 +76,14 @@ def _ends(metadata: Mapping[str, Any], rows: int) -> dict[str, Any]:
     return {"bos_token_id": numbers["bos"], "eos_token_id": eos, "pad_token_id": padding}
 
 
-def _set_heads(said: dict[str, Any], left: dict[str, Any]) -> None:
+def _set_heads(said: dict[str, Any], left: dict[str, Any], known: Architecture) -> None:
     heads = left.pop("attention.head_count", None)
     if not isinstance(heads, int):
         raise ValueError(f"attention.head_count = {heads!r}: one number of heads for all layers is needed")
     counts = left.pop("attention.head_count_kv", heads)
-    if isinstance(counts, list) and len(set(counts) - {0}) == 1:
-        if 0 in counts:  # LFM2's layers without attention
-            said["layer_types"] = ["full_attention" if count else "conv" for count in counts]
+    if isinstance(counts, list) and len(set(counts) - {0}) == 1 and (known.recurrent or 0 not in counts):
+        if known.recurrent:
+            said["layer_types"] = ["full_attention" if count else known.recurrent for count in counts]
         counts = max(counts)
     if not isinstance(counts, int):
         raise ValueError(f"attention.head_count_kv = {counts!r}: layers of different sizes are not read")
@@ -259,41 +124,64 @@ def _rope(said: Mapping[str, Any], left: dict[str, Any], factors: Values) -> dic
 
 def _set_window(said: dict[str, Any], left: dict[str, Any], known: Architecture) -> str | None:
     """Set the window of sliding attention and which layers slide; return another model type, where it takes one."""
+    if known.windowed:
+        said["sliding_window"] = left.pop("attention.sliding_window", 0) or None
+        return known.windowed if said["sliding_window"] else None
     if not known.full_every:
-        window = left.get("attention.sliding_window", 0)
-        if not window or known.model_type in ("llama", "phi3", "starcoder2"):
-            left.pop("attention.sliding_window", None)
-            if window:
-                said["sliding_window"] = window
-                return "mistral" if known.model_type == "llama" else None
+        _drop(left, {"attention.sliding_window": 0})
         return None
-    window = left.pop("attention.sliding_window", 4096 if known.model_type == "gemma2" else 0)
+    default = 4096 if known.model_type == "gemma2" else 0
+    window = said.get("sliding_window") or left.pop("attention.sliding_window", default)
     pattern, count = left.pop("attention.sliding_window_pattern", known.full_every), said["num_hidden_layers"]
     slides = pattern if isinstance(pattern, list) else [(at + 1) % pattern != 0 for at in range(count)]
-    said["layer_types"] = ["sliding_attention" if window and each else "full_attention" for each in slides]
-    said["sliding_window"] = window or said["max_position_embeddings"]
-    return None
+    if window or known.model_type != "olmo2":
+        said["layer_types"] = ["sliding_attention" if window and each else "full_attention" for each in slides]
+        # EXAONE 4's layers without a window take positions into account only if no layer has one.
+        said["sliding_window"] = window or (None if known.model_type == "exaone4" else said["max_position_embeddings"])
+    return "olmo3" if window and known.model_type == "olmo2" else None
 
 
-def _set_family(said: dict[str, Any], left: dict[str, Any], model_type: str) -> None:
-    """Set what llama.cpp knows of a family, without a key in the file."""
-    theta = left.pop("rope.freq_base_swa", 10_000.0) if model_type == "gemma3_text" else None
-    if theta is not None:
+def _set_family(said: dict[str, Any], left: dict[str, Any], model_type: str) -> str:
+    """Set what llama.cpp knows of a family, without a key in the file; return the model type."""
+    rope, heads = said.get("rope_parameters", {}), said.get("num_attention_heads", 0)
+    if model_type in ("gemma3_text", "olmo3"):
+        theta = left.pop("rope.freq_base_swa", 10_000.0 if model_type == "gemma3_text" else rope["rope_theta"])
         sliding = {"rope_type": "default", "rope_theta": theta}
-        said["rope_parameters"] = {"full_attention": said["rope_parameters"], "sliding_attention": sliding}
+        said["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
+    if model_type == "gemma3_text":
         said.setdefault("final_logit_softcapping", None)
     if model_type in ("gemma2", "gemma3_text"):
         # The 27B ones, which llama.cpp tells by their layers, too, divide by another number than the head's size.
         large = said["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[model_type]
-        said["query_pre_attn_scalar"] = (
-            said["hidden_size"] // said["num_attention_heads"] if large else said["head_dim"]
-        )
-    if model_type == "granite":
+        said["query_pre_attn_scalar"] = said["hidden_size"] // heads if large else said["head_dim"]
+    if model_type.startswith("granite"):
         said.setdefault("attention_multiplier", said["head_dim"] ** -0.5)
-        if left.get("rope.scaling.finetuned", True) is False:
+        if left.get("rope.scaling.finetuned", True) is False and model_type != "granitemoehybrid":
             raise ValueError("rope.scaling.finetuned = False: Granite without positions is not read")
+    if model_type == "granitemoehybrid":
+        said["position_embedding_type"] = "rope" if left.get("rope.scaling.finetuned", True) else "nope"
+        said.setdefault("shared_intermediate_size", said["intermediate_size"])
+        inner = left.pop("ssm.inner_size")
+        said |= {"mamba_expand": inner // said["hidden_size"], "mamba_d_head": inner // said["mamba_n_heads"]}
+    if model_type == "falcon_h1":
+        said["mamba_d_head"] = said["mamba_d_ssm"] // said["mamba_n_heads"]
+    if model_type == "mamba2":
+        inner = left.pop("ssm.inner_size")
+        said |= {"expand": inner // said["hidden_size"], "head_dim": inner // said["num_heads"]}
     if model_type == "phi3":
-        parameters = said["rope_parameters"]
-        said["original_max_position_embeddings"] = parameters.get(
+        said["original_max_position_embeddings"] = rope.get(
             "original_max_position_embeddings", said["max_position_embeddings"]
         )
+    if model_type == "gpt_oss":
+        rope["truncate"] = False
+    if model_type == "ministral3":
+        # Attention grows with the place in a text, and with the factor of scaling.
+        scale = left.pop("rope.scaling.yarn_log_multiplier", 0.0)
+        rope |= {"llama_4_scaling_beta": left.pop("attention.temperature_scale", 0.0)}
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    if model_type.startswith("qwen3_5"):
+        said["linear_value_head_dim"] = left.pop("ssm.inner_size") // said["linear_num_value_heads"]
+        every, count = left.pop("full_attention_interval", 4), said["num_hidden_layers"]
+        recurrent = left.pop("attention.recurrent_layers", [(at + 1) % every != 0 for at in range(count)])[:count]
+        said["layer_types"] = ["linear_attention" if each else "full_attention" for each in recurrent]
+    return "mixtral" if model_type == "llama" and said.get("num_local_experts") else model_type

@@ -1,5 +1,6 @@
 """The tensors of a GGUF file as a transformers model: all of the file's are used, and all of the model's are there."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.models.gguf_metadata import FACTORS, Architecture, architecture_of, gguf_config
+from ctx_compress_rag.models.gguf_architectures import Architecture, architecture_of
+from ctx_compress_rag.models.gguf_metadata import FACTORS, gguf_config
 from ctx_compress_rag.models.state import own_tensors
 
-_FUSED = "mlp.experts.gate_up_proj"  # of transformers; two tensors in a file
+# Ends of transformers' names, which the package gguf does not translate: a layer's tensors in a file, joined in order.
+_NAMES = {
+    ".experts.gate_up_proj": ["ffn_gate_exps.weight", "ffn_up_exps.weight"],
+    ".experts.gate_up_proj_bias": ["ffn_gate_exps.bias", "ffn_up_exps.bias"],
+    ".experts.down_proj": ["ffn_down_exps.weight"],
+    ".experts.down_proj_bias": ["ffn_down_exps.bias"],
+    "router.weight": ["ffn_gate_inp.weight"],
+    "e_score_correction_bias": ["exp_probs_b.bias"],
+    "expert_bias": ["exp_probs_b.bias"],
+    "shared_mlp.input_linear.weight": ["ffn_gate.weight", "ffn_up.weight"],
+    "shared_mlp.output_linear.weight": ["ffn_down.weight"],
+    ".sinks": ["attn_sinks.weight"],
+    ".dt_bias": ["ssm_dt.bias"],
+}
+_LINEAR = ("attn_qkv.weight", "attn_gate.weight")
 _VOCABULARY = (".tokens", ".merges", ".scores", ".token_type")  # long lists, which are slow to read
 
 
@@ -31,6 +47,9 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], Callable[[], Any]]:
     shapes = {name: tuple(tensor.shape[::-1].tolist()) for name, tensor in tensors.items()}
     factors = {name: tensors[name].data for name in FACTORS if name in tensors}
     config = gguf_config(metadata, shapes, factors)
+    guessing = metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers", 0)
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + guessing):
+        tensors = {name: each for name, each in tensors.items() if not name.startswith(f"blk.{layer}.")}
     return metadata, partial(_load, tensors, metadata["general.architecture"], known, config)
 
 
@@ -40,7 +59,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     with torch.device("meta"):
         blank: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted = own_tensors(blank)
-    sources = dict(_sources(wanted, architecture, config.num_hidden_layers))
+    sources = dict(_sources(wanted, tensors, architecture, config.num_hidden_layers))
     used = {source for each in sources.values() for source in each}
     if odd := used.symmetric_difference(tensors.keys() - set(FACTORS)):
         said = "misses" if min(odd) in used else "has"
@@ -51,7 +70,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     state = {}
     for name, blank_tensor in wanted.items():
         parts = [_unpacked(tensors[source], source, known, config) for source in sources[name]]
-        value = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        value = _joined(parts, sources[name][0], config)
         if value.numel() != blank_tensor.numel() or value.squeeze().shape != blank_tensor.squeeze().shape:
             raise ValueError(
                 f"the tensor {sources[name][0]!r} has the shape {tuple(value.shape)}, but the file's settings make it "
@@ -61,22 +80,34 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     return type(blank).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
 
 
-def _sources(wanted: Mapping[str, Tensor], architecture: str, layers: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield transformers' names and those of the file's tensors, as the package gguf translates them."""
+def _sources(
+    wanted: Mapping[str, Tensor], tensors: Mapping[str, Any], architecture: str, layers: int
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield transformers' names and those of the file's tensors."""
     import gguf
 
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[architecture], layers)
     for name in wanted:
-        if name.endswith(_FUSED):
-            yield name, [f"{names.get_name(name.replace('gate_up', part))}.weight" for part in ("gate", "up")]
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if layer and (own := next((own for end, own in _NAMES.items() if name.endswith(end)), None)):
+            own = [f"blk.{layer[1]}.{each}" for each in own]
+            shared = [each.replace(".weight", "_shexp.weight") for each in own]  # beside experts
+            yield name, shared if "shared_mlp" in name and shared[0] in tensors else own
             continue
         base, _, suffix = name.rpartition(".")
         if suffix in ("weight", "bias") and (found := names.get_name(base)):
             yield name, [f"{found}.{suffix}"]
         else:
-            found = names.get_name(name) or name
-            yield name, [f"{found}.weight" if found.endswith("_exps") else found]
+            yield name, [names.get_name(name) or name]
+
+
+def _joined(parts: list[Tensor], name: str, config: Any) -> Tensor:
+    """Join what transformers has in one tensor."""
+    if config.model_type != "gpt_oss" or "_exps" not in name:
+        return torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
+    value = torch.stack(parts, 2).flatten(1, 2)  # rows of gates and others in turn
+    return value.transpose(1, 2) if name.endswith("weight") else value
 
 
 def _unpacked(tensor: Any, name: str, known: Architecture, config: Any) -> Tensor:
@@ -92,8 +123,23 @@ def _unpacked(tensor: Any, name: str, known: Architecture, config: Any) -> Tenso
     if known.paired and name.split(".")[-2] in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
         values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    if known.raised and name.endswith("norm.weight"):
+    if known.raised and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
         values -= 1
     if name.endswith(".ssm_a"):
         values = np.log(-values)
+    if known.model_type.startswith("qwen3_5") and (".ssm_" in name or name.endswith(_LINEAR)):
+        values = _grouped(values, name, config)
     return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _grouped(values: Any, name: str, config: Any) -> Any:
+    """Return a tensor of linear attention with the heads of values beside their heads of keys, as llama.cpp has not."""
+    if name.endswith("ssm_norm.weight"):
+        return values
+    keys, axis = config.linear_num_key_heads, int("ssm_out" in name)
+    others = 2 * keys * config.linear_key_head_dim if "attn_qkv" in name or "conv1d" in name else 0
+    first, dealt = np.split(values, [others], axis)
+    heads = dealt.reshape(
+        *dealt.shape[:axis], -1, keys, dealt.shape[axis] // config.linear_num_value_heads, *dealt.shape[axis + 1 :]
+    )
+    return np.concatenate([first, heads.swapaxes(axis, axis + 1).reshape(dealt.shape)], axis)

@@ -1,15 +1,24 @@
 """GGUF files of tiny decoders, written with llama.cpp's own package, with the keys that its converter writes."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 
-ARCHES = {"mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
-PAIRED = ("llama", "smollm3", "granite")  # llama.cpp rotates neighboring dimensions, transformers the halves of a head
+ARCHES = {
+    "mistral": "llama", "mixtral": "llama", "ministral3": "mistral3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "gemma3_text": "gemma3", "olmo3": "olmo2",
+    "phi": "phi2", "cohere": "command-r", "hunyuan_v1_dense": "hunyuan-dense", "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss", "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1",
+}  # fmt: skip
+# llama.cpp rotates neighboring dimensions, transformers the halves of a head
+PAIRED = ("llama", "mistral3", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid")
+RAISED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")  # norms' weights are stored plus one
 # Keys of a file, and what transformers' configs call them.
 KEYS = {
     "context_length": ("max_position_embeddings",),
@@ -21,7 +30,7 @@ KEYS = {
     "attention.key_length": ("head_dim",),
     "attention.value_length": ("head_dim",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.sliding_window": ("sliding_window",),
     "attention.scale": ("attention_multiplier",),
     "embedding_scale": ("embedding_multiplier",),
@@ -30,12 +39,29 @@ KEYS = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "use_parallel_residual": ("use_parallel_residual",),
-    "expert_count": ("num_experts",),
+    "expert_count": ("num_experts", "num_local_experts", "n_routed_experts"),
     "expert_used_count": ("num_experts_per_tok",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "shortconv.l_cache": ("conv_L_cache",),
+    "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers"),
+    "ssm.conv_kernel": ("mamba_d_conv", "linear_conv_kernel_dim"),
+    "ssm.state_size": ("mamba_d_state", "linear_key_head_dim"),
+    "ssm.group_count": ("mamba_n_groups", "linear_num_key_heads"),
+    "ssm.time_step_rank": ("mamba_n_heads", "linear_num_value_heads"),
     "vocab_size": ("vocab_size",),
+}
+# What only one architecture's files say.
+OWN = {
+    "glm4_moe": {
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
+    "granitemoehybrid": {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+    "gpt_oss": {"expert_feed_forward_length": "intermediate_size"},
 }
 MAMBA = {
     "attention.layer_norm_rms_epsilon": ("layer_norm_epsilon",),
@@ -45,7 +71,8 @@ MAMBA = {
     "ssm.conv_kernel": ("conv_kernel",),
     "ssm.inner_size": ("intermediate_size",),
     "ssm.state_size": ("state_size",),
-    "ssm.time_step_rank": ("time_step_rank",),
+    "ssm.time_step_rank": ("num_heads", "time_step_rank"),
+    "ssm.group_count": ("n_groups",),
 }
 SCALING = {
     "factor": "factor",
@@ -88,26 +115,19 @@ def write_gguf(
     rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch in PAIRED else {}
     q8 = gguf.GGMLQuantizationType.Q8_0
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *_biases(model)]:
             values, packed = parameter.numpy().copy(), int8 and parameter.ndim > 1
-            if arch.startswith("gemma") and name.endswith("norm.weight"):
-                values += 1  # Gemma multiplies by 1 + weight
+            if arch in RAISED and name.endswith("norm.weight") and "linear_attn" not in name:
+                values += 1
             if packed:
                 values = gguf.quants.quantize(values, q8)
                 parameter.copy_(torch.from_numpy(gguf.quants.dequantize(values, q8)))
             if heads := rotated.get(name.split(".")[-2], 0):
                 values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-            base, _, suffix = name.rpartition(".")
-            if name.endswith("gate_up_proj"):
-                for part, half in zip(("gate", "up"), torch.from_numpy(values).chunk(2, dim=1), strict=True):
-                    tensors[f"{names.get_name(f'{base}.{part}_proj')}.weight"] = half.numpy().copy(), None
-            elif suffix in ("weight", "bias"):
-                short = values.squeeze() if "conv" in name or "shared_expert_gate" in name else values
-                tensors[f"{names.get_name(base)}.{suffix}"] = short, q8 if packed else None
-            elif suffix == "A_log":
-                tensors[names.get_name(name)] = -torch.from_numpy(values).exp().numpy(), None
-            else:
-                tensors[names.get_name(name) + ("" if suffix == "D" else ".weight")] = values, None
+            if "linear_attn" in name:
+                values = _dealt(values, name, config)
+            for found, part in _named(name, values, names, config):
+                tensors[found] = part, q8 if packed else None
     for name, (values, kind) in tensors.items():
         writer.add_tensor(name, values, raw_dtype=kind)
     writer.write_header_to_file()
@@ -116,17 +136,88 @@ def write_gguf(
     writer.close()
 
 
+def _biases(model: Any) -> list[tuple[str, Any]]:
+    """Corrections of experts' scores, which are no parameters."""
+    return [(name, each) for name, each in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
+
+
+def _named(name: str, values: Any, names: Any, config: Any) -> list[tuple[str, Any]]:
+    """Return what the file has of a tensor of transformers."""
+    base, _, suffix = name.rpartition(".")
+    layer = "blk." + "".join(re.findall(r"\.layers\.(\d+)\.", name))
+    if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
+        kind = "bias" if name.endswith("bias") else "weight"
+        parts = ["down"] if "down" in name else ["gate", "up"]
+        if config.model_type == "gpt_oss":
+            values = values if kind == "bias" else values.swapaxes(1, 2)
+            halves = [values] if "down" in name else [values[:, ::2], values[:, 1::2]]
+        else:
+            halves = np.split(values, len(parts), 1)
+        return [(f"{layer}.ffn_{part}_exps.{kind}", half.copy()) for part, half in zip(parts, halves, strict=True)]
+    if "shared_mlp" in name:
+        parts, end = ["down"] if "output" in name else ["gate", "up"], "_shexp" if config.num_local_experts else ""
+        halves = np.split(values, len(parts))
+        return [(f"{layer}.ffn_{part}{end}.weight", half.copy()) for part, half in zip(parts, halves, strict=True)]
+    if name.endswith(("correction_bias", "expert_bias")):
+        return [(f"{layer}.exp_probs_b.bias", values)]
+    if suffix == "dt_bias":
+        return [(f"{layer}.ssm_dt.bias", values)]
+    if suffix == "A_log":
+        return [(names.get_name(name), -np.exp(values))]
+    if name.endswith("router.weight"):
+        return [(f"{layer}.ffn_gate_inp.weight", values)]
+    found = names.get_name(base) if suffix in ("weight", "bias") else None
+    if found:
+        return [(f"{found}.{suffix}", values.squeeze() if "conv" in name or "shared_expert_gate" in name else values)]
+    return [(names.get_name(name) + ("" if suffix in ("D", "weight") else ".weight"), values)]
+
+
+def _dealt(values: Any, name: str, config: Any) -> Any:
+    """Return Qwen 3.5's tensor with the first value head of each key head first, then all second ones."""
+    if name.endswith("linear_attn.norm.weight"):
+        return values
+    keys, count = config.linear_num_key_heads, config.linear_num_value_heads
+    order = torch.arange(count).reshape(keys, -1).T.flatten()  # of heads
+    if ".in_proj_qkv." in name or ".conv1d." in name:
+        start = 2 * keys * config.linear_key_head_dim
+        return np.concatenate([values[:start], _heads(values[start:], order)])
+    return _heads(values.T, order).T.copy() if "out_proj" in name else _heads(values, order)
+
+
+def _heads(values: Any, order: torch.Tensor) -> Any:
+    return values.reshape(len(order), -1, *values.shape[1:])[order.numpy()].reshape(values.shape)
+
+
 def _settings(config: Any, model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a file's settings, and add the tensors that state rotary frequencies."""
-    mamba = config.model_type == "mamba"
+    mamba, kind = config.model_type in ("mamba", "mamba2"), config.model_type
     found = {key: [getattr(config, name, None) for name in names] for key, names in (MAMBA if mamba else KEYS).items()}
     said = {key: next((value for value in values if value is not None), None) for key, values in found.items()}
+    said |= {key: getattr(config, name) for key, name in OWN.get(kind, {}).items()}
     if mamba:
-        return said | {"ssm.dt_b_c_rms": False, "feed_forward_length": 0, "attention.head_count": 0}
-    if config.model_type == "lfm2":
+        own = {"ssm.dt_b_c_rms": False} if kind == "mamba" else {"ssm.inner_size": config.expand * config.hidden_size}
+        return said | {"feed_forward_length": 0, "attention.head_count": 0, **own}
+    if kind in ("lfm2", "lfm2_moe", "granitemoehybrid"):
         said["attention.head_count_kv"] = [
-            config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types
+            config.num_key_value_heads if each == "full_attention" else 0 for each in config.layer_types
         ]
+    if kind in ("lfm2", "lfm2_moe"):
+        del said["attention.layer_norm_epsilon"]
+    if kind in ("lfm2_moe", "glm4_moe"):
+        said["expert_gating_func"] = 2
+    if kind == "granitemoehybrid":
+        said |= {"ssm.inner_size": config.mamba_expand * config.hidden_size, "rope.scaling.finetuned": False}
+    if kind == "falcon_h1":
+        del said["embedding_scale"]  # it is in the weights
+        said["ssm.inner_size"] = config.mamba_d_ssm
+    if kind.startswith("qwen3_5"):
+        said["ssm.inner_size"] = config.linear_value_head_dim * config.linear_num_value_heads
+        said |= {"full_attention_interval": 4, "rope.dimension_sections": [11, 11, 10, 0]}
+    if kind in ("olmo3", "exaone4") and config.sliding_window:
+        said["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config.layer_types]
+    if kind == "ministral3":
+        said["attention.temperature_scale"] = config.rope_parameters["llama_4_scaling_beta"]
+        said["rope.scaling.yarn_log_multiplier"] = config.rope_parameters["mscale_all_dim"]
     rope = config.rope_parameters
     rope, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     said |= {"rope.freq_base": rope["rope_theta"], "rope.freq_base_swa": sliding.get("rope_theta")}

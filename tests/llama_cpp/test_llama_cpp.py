@@ -173,8 +173,9 @@ def test_it_proves_itself_once_in_a_process_of_its_own(
     ids = spread(model.config.vocab_size)
     expected = scores(model, [torch.tensor(ids)])
     found = scores_of(*arguments, lengths=[5, len(ids)])
-    assert found is not None and distance(found[1][-1], expected.numpy()) < 0.01 and len(found[0]) == 5
-    assert scores_of(file, "wrong", *arguments[2:]) is None  # opening it says why
+    assert distance(found[1][-1], expected.numpy()) < 0.01 and len(found[0]) == 5
+    with pytest.raises(BundleError, match="another bundle"):
+        scores_of(file, "wrong", *arguments[2:])
     prove(*arguments)
     monkeypatch.setattr(sys, "executable", "/bin/false")  # a process that ends at once
     prove(*arguments)

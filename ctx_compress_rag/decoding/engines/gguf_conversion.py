@@ -4,6 +4,7 @@ This library tokenizes, and the converter refuses vocabularies that it does not 
 so it runs in a process of its own.
 """
 
+import json
 import runpy
 import subprocess
 import sys
@@ -56,6 +57,11 @@ def _convert(script: Path, folder: str, file: str) -> None:
 
     base.TextModel.prepare_metadata = without_vocabulary
     base.ModelBase.no_mtp = True  # transformers leaves out the layers that guess further tokens
+    about = Path(folder, "config.json")  # Granite's layers, as they were called before transformers 5
+    config = json.loads(about.read_bytes())
+    if config["model_type"] == "granitemoehybrid":
+        config["layer_types"] = [kind.removeprefix("full_") for kind in config["layer_types"]]
+        about.write_text(json.dumps(config), encoding="utf-8")
     sys.argv = [str(script), folder, "--outtype", "f32", "--outfile", file]
     if (metadata := Path(folder, "metadata.json")).is_file():
         sys.argv += ["--metadata", str(metadata)]

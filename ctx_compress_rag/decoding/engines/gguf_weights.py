@@ -23,7 +23,7 @@ from ctx_compress_rag.decoding.engines.llama_cpp_context import KEPT, load_llama
 from ctx_compress_rag.decoding.engines.llama_cpp_proof import TOKENS, distance, scores_of, spread
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import plain_reader
-from ctx_compress_rag.errors import ConfigError, needs
+from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.models.layers import added_to_weights, merged_copy
@@ -167,12 +167,13 @@ def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
         model = model or merged_copy(backbone.model, bundle.adapter_shares(side))
         texts = [torch.tensor([spread(config.vocab_size, length)], device=backbone.device) for length in lengths]
         expected = [model(ids).logits[0, -TOKENS:].float().cpu().numpy() for ids in texts]
-    found = scores_of(file, gguf_weights_digest(bundle, side), backbone.dim, config.vocab_size, size, lengths)
-    if found is None:
+    try:
+        found = scores_of(file, gguf_weights_digest(bundle, side), backbone.dim, config.vocab_size, size, lengths)
+    except BundleError as error:
         raise ConfigError(
-            f"llama.cpp cannot read the GGUF file of {bundle.config.name!r} ({config.model_type}): use the engine "
+            f"llama.cpp cannot run {bundle.config.name!r} ({config.model_type}; it said: {error}): use the engine "
             "'transformers', or vLLM"
-        )
+        ) from error
     for length, ours, theirs in zip(lengths, found, expected, strict=True):
         if (off := distance(ours, theirs)) > _UNLIKE:
             raise ConfigError(

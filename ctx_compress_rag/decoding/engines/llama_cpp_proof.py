@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ctx_compress_rag.errors import ConfigError, CtxCompressError
+from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.models.passed import unless_passed
 
 TOKENS = 12
@@ -36,7 +36,7 @@ def prove(file: Path, digest: str, dim: int, vocabulary: int, size: int) -> None
     said = f"{digest} {status.st_size} {status.st_mtime_ns} {size} {version('llama-cpp-python')}"
 
     def proved() -> bool:
-        return scores_of(file, digest, dim, vocabulary, size) is not None
+        return bool(scores_of(file, digest, dim, vocabulary, size))
 
     unless_passed("llama.cpp-proved", hashlib.sha256(said.encode()).hexdigest(), proved)
 
@@ -48,25 +48,26 @@ def spread(vocabulary: int, count: int = TOKENS) -> list[int]:
 
 def scores_of(
     file: Path, digest: str, dim: int, vocabulary: int, size: int, lengths: Sequence[int] = (TOKENS,)
-) -> list[Array] | None:
-    """Return llama.cpp's scores of each text of `spread`, after its last tokens; None if the file cannot be opened.
+) -> list[Array]:
+    """Return llama.cpp's scores of each text of `spread`, after its last tokens.
 
     Shape: -> each (12, vocabulary)
 
     Raises:
+        BundleError: the file cannot be opened.
         ConfigError: given as tokens, they have other scores, or the process ended.
     """
     with TemporaryDirectory() as folder:
         out = Path(folder, "scores.npz")
         task = json.dumps([str(file), digest, dim, vocabulary, size, list(lengths), str(out)])
         child = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
+        said = child.stderr.strip().splitlines() or ["nothing"]
         if child.returncode == _UNREADABLE:
-            return None
+            raise BundleError(said[0])
         remedy = "use the engine 'transformers', or vLLM"
         if child.returncode or not out.is_file():
-            last = (child.stderr.strip().splitlines() or ["nothing"])[-1]
             raise ConfigError(
-                f"llama.cpp ends the process (exit code {child.returncode}; it said {last!r}) when {file} reads "
+                f"llama.cpp ends the process (exit code {child.returncode}; it said {said[-1]!r}) when {file} reads "
                 f"vectors in place of tokens: {remedy}"
             )
         with np.load(out) as found:
@@ -92,7 +93,8 @@ def _compare(task: str) -> None:
     file, digest, dim, vocabulary, size, lengths, out = json.loads(task)
     try:
         context = LlamaCppContext(Path(file), digest, dim, vocabulary, size, 1)
-    except CtxCompressError:
+    except CtxCompressError as error:
+        sys.stderr.write(f"{error}\n")  # below what llama.cpp said, if it did
         sys.exit(_UNREADABLE)
     texts = [np.array(spread(vocabulary, length)) for length in lengths]
     np.savez(out, *([context.score(ids, vectors)[-TOKENS:] for vectors in (False, True)] for ids in texts))
