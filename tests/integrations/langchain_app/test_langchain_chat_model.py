@@ -145,18 +145,6 @@ def test_thoughts_of_another_model_are_left_out(app: App, thought: dict[str, Any
         app.llm().invoke([HumanMessage([thought])])
 
 
-async def test_stop_strings_of_the_model_are_part_of_the_cache_key(app: App) -> None:
-    cache, whole = InMemoryCache(), app.llm().invoke(QUESTION).text
-    stop = whole[len(whole) // 2 :][:3]
-    assigned = app.llm(cache=cache)
-    assert app.llm(cache=cache).invoke(QUESTION).text == whole
-    assigned.stop = [stop]
-    for llm in (assigned, app.llm(cache=cache, stop=[stop]), app.llm(cache=cache).bind(stop=[stop])):
-        for message in (llm.invoke(QUESTION), llm.batch([QUESTION])[0], await llm.ainvoke(QUESTION)):
-            assert message.text == whole[: whole.index(stop)]
-    assert app.llm(cache=cache).invoke(QUESTION).text == whole
-
-
 def test_logprobs_have_openais_shape(app: App) -> None:
     marker, llm = app.store.marker("tower", 4), app.llm(logprobs=True, top_logprobs=2)
     *_, last = app.llm().bind(logprobs=True, top_logprobs=2).stream(marker)

@@ -15,7 +15,6 @@ from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import Document, ImageNode, MetadataMode, NodeRelationship, NodeWithScore, TextNode
-from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from ctx_compress_rag.errors import ConfigError, MissingPassageError
@@ -221,20 +220,6 @@ def test_a_text_changed_afterwards_is_sent_as_text(app: App, nodes: list[NodeWit
     for node in MetadataReplacementPostProcessor(target_metadata_key="page").postprocess_nodes(new):
         page = f"p{node.node_id[1:]}"
         assert node.node.get_content(MetadataMode.LLM) == (page if page == "p0" else f"page: {page}\n\n{page}")
-
-
-def test_a_node_in_a_docstore_is_the_plain_one(app: App, nodes: list[NodeWithScore]) -> None:
-    marked = [node.node for node in app.postprocessor().postprocess_nodes(nodes)]
-    docstore = SimpleDocumentStore()
-    docstore.add_documents(marked)
-    again = SimpleDocumentStore.from_dict(docstore.to_dict())
-    for old in nodes:
-        loaded = again.get_node(old.node_id)
-        assert type(loaded) is TextNode
-        assert (loaded.text, loaded.metadata, loaded.relationships) == (
-            old.text, old.metadata, old.node.relationships,
-        )  # fmt: skip
-        assert loaded.get_content(MetadataMode.LLM) == old.node.get_content(MetadataMode.LLM)
 
 
 TEXT = " ".join(PASSAGES)
