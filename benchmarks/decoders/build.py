@@ -43,12 +43,12 @@ _SIZES = {
     8: "attention_chunk_size attention_window_size hidden_size_per_layer_input index_topk laurel_rank local_attention "
     "mamba_d_state mamba_n_heads mamba_num_heads qk_nope_head_dim qk_rope_head_dim rotary_dim sliding_window "
     "ssm_state_size state_size window_size",
-    4: "chunk_size linear_num_value_heads mamba_chunk_size mamba_dt_rank moe_num_experts n_head n_heads n_layer "
-    "n_layers n_routed_experts num_attention_heads num_decoder_layers num_experts num_heads num_hidden_layers "
-    "num_layers num_local_experts swa_num_attention_heads time_step_rank",
-    2: "linear_num_key_heads mamba_expand moe_k moe_top_k moe_topk n_mamba_heads num_experts_per_tok "
-    "num_experts_per_token num_global_key_value_heads num_key_value_heads num_query_groups o_groups "
-    "swa_num_key_value_heads top_k_experts",
+    4: "chunk_size linear_num_value_heads mamba_chunk_size mamba_dt_rank moe_num_experts n_head n_heads "
+    "n_routed_experts num_attention_heads num_experts num_heads num_local_experts swa_num_attention_heads "
+    "time_step_rank",
+    2: "linear_num_key_heads mamba_expand moe_k moe_top_k moe_topk n_layer n_layers n_mamba_heads num_decoder_layers "
+    "num_experts_per_tok num_experts_per_token num_global_key_value_heads num_hidden_layers num_key_value_heads "
+    "num_layers num_query_groups o_groups swa_num_key_value_heads top_k_experts",
     1: "first_k_dense_replace mamba_n_groups mamba_ngroups moe_num_shared_experts n_group n_groups n_groups_router "
     "n_shared_experts num_dense_layers num_expert_group num_shared_experts topk_group",
     0: "num_nextn_predict_layers",
@@ -65,26 +65,33 @@ def _kinds(kinds: str) -> list[str]:
     return [{"c": "conv", "m": "mlp", "h": "hybrid"}.get(kind) or f"{names[kind]}_attention" for kind in kinds]
 
 
-_SPARSE = ["dense", "sparse", "sparse", "sparse"]
+_FOUR = {"num_hidden_layers": 4}  # where two layers are not of all kinds
+_SPARSE = ["dense", "sparse", "sparse"]
 _MLA = {"num_key_value_heads": 4, "head_dim": 8}
 _MULTIPLIED = {
     "embedding_multiplier": 4.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2
 }  # fmt: skip
-_KDA = {"layer_types": _kinds("llla"), "mlp_layer_types": _SPARSE, "linear_head_dim": 16, "linear_num_heads": 4}
+_KDA = {"layer_types": _kinds("lla"), "mlp_layer_types": _SPARSE, "linear_head_dim": 16, "linear_num_heads": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ZAMBA: dict[str, Any] = {
     "num_hidden_layers": 6, "layers_block_type": _kinds("lhlhll"), "attention_hidden_size": 128,
     "attention_head_dim": 32, "num_key_value_heads": 4, "use_mamba_kernels": False,
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
-    "axk1": {**_MLA, "n_group": 2, "mlp_layer_types": _SPARSE},
+    **dict.fromkeys(
+        "afmoe beam deepseek_v4 exaone_moe flint hy_v4 lara_mini lfm3 llama4_text modernbert-decoder "
+        "recurrent_gemma".split(),
+        _FOUR,
+    ),
+    **dict.fromkeys("cohere2_moe exaone4 olmo3".split(), {"layer_types": _kinds("sa")}),
+    "axk1": {**_MLA, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
     "bailing_hybrid": {**_KDA, "head_dim": 8, "num_expert_group": 2},
-    "bamba": {"attn_layer_indices": [1, 3]},
+    "bamba": {"attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.25},
-    "cohere2": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "layer_types": _kinds("sa")},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}, "num_key_value_heads": 4,
-        "layer_types": _kinds("sasa"),
+        "layer_types": _kinds("sa"),
     },
     "dbrx": {
         "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256,
@@ -98,11 +105,11 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": _kinds("smsmamam"),
     },
     "dots1": {
-        "layer_types": _kinds("asas"), "num_key_value_heads": 2, "n_routed_experts": 4, "n_shared_experts": 1,
+        "layer_types": _kinds("asa"), "num_key_value_heads": 2, "n_routed_experts": 4, "n_shared_experts": 1,
         "num_experts_per_tok": 2,
     },
     "dots3_note_text": {
-        "layer_types": _kinds("iisi"), "mlp_layer_types": _SPARSE, "per_layer_config": {},
+        "layer_types": _kinds("iis"), "mlp_layer_types": _SPARSE, "per_layer_config": {},
         "shared_experts_intermediate_size": 32,
     },
     "falcon_h1": {"lm_head_multiplier": 0.25},
@@ -110,37 +117,37 @@ _OWN: dict[str, dict[str, Any]] = {
         "intermediate_size": [96] * 4, "layer_types": _kinds("sasa"), "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
-    "gemma3_text": {"layer_types": _kinds("sasa"), "query_pre_attn_scalar": 16},
-    "gemma4_text": {"layer_types": _kinds("sasa")},
-    "gemma4_unified_text": {"layer_types": _kinds("sasa")},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
+    "gemma3_text": {"layer_types": _kinds("sa"), "query_pre_attn_scalar": 16},
+    "gemma4_text": {"layer_types": _kinds("sa")},
+    "gemma4_unified_text": {"layer_types": _kinds("sa")},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
     "granite": _MULTIPLIED,
     "granitemoe": _MULTIPLIED,
-    "granitemoehybrid": {**_MULTIPLIED, "layer_types": _kinds("lala")},
+    "granitemoehybrid": {**_MULTIPLIED, "layer_types": _kinds("la")},
     "granitemoeshared": _MULTIPLIED,
     "hunyuan_v1_dense": {"head_dim": 16, "num_key_value_heads": 2},
     "hunyuan_v1_moe": {"head_dim": 16, "num_key_value_heads": 2},
     "hyperclovax": {"logits_scaling": 4.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {**_KDA, "head_dim": 8},
-    "lfm2": {"layer_types": _kinds("caca")},
-    "lfm2_moe": {"layer_types": _kinds("caca")},
+    "lfm2": {"layer_types": _kinds("ca")},
+    "lfm2_moe": {"layer_types": _kinds("cca")},
     "longcat_flash": {**_MLA, "num_layers": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "ministral": {"head_dim": 16, "layer_types": _kinds("sasa")},
+    "ministral": {"head_dim": 16, "layer_types": _kinds("sa")},
     "nemotron": {"num_key_value_heads": 2},
-    "qwen3_5_moe_text": {"layer_types": _kinds("llla")},
-    "qwen3_5_text": {"layer_types": _kinds("llla")},
-    "qwen3_next": {"layer_types": _kinds("llla")},
+    "qwen3_5_moe_text": {"layer_types": _kinds("la")},
+    "qwen3_5_text": {"layer_types": _kinds("la")},
+    "qwen3_next": {"layer_types": _kinds("la")},
     "qwen4_exp_text": {
-        "layer_types": _kinds("llli"), "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "layer_types": _kinds("lli"), "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16,
         "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1],
         "ple_embed_dim": 16, "ngram_vocab_size_base": 97, "heads_per_ngram": 2, "split_ngram_parts": 1,
         "make_ngram_vocab_size_divisible_by": 8,
     },
     "sarvam_mla": {**_MLA, "n_group": 2},
-    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
-    "xlstm": {"embedding_dim": 64, "num_blocks": 4, "chunk_size": 8, "qk_dim_factor": 1.0},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "xlstm": {"embedding_dim": 64, "num_blocks": 2, "chunk_size": 8, "qk_dim_factor": 1.0},
     "youtu": _MLA,
     "zamba": _ZAMBA,
     "zamba2": {
@@ -222,9 +229,10 @@ def _shrunk(kind: Any) -> dict[str, Any]:
         "bos_token_id": tokenizer.eos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    return (
-        sizes | vocabulary | {key: value for key, value in ends.items() if key in full} | _OWN.get(kind.model_type, {})
-    )
+    own = _OWN.get(kind.model_type, {})
+    if "layer_types" in own:
+        sizes["num_hidden_layers"] = len(own["layer_types"])
+    return sizes | vocabulary | {key: value for key, value in ends.items() if key in full} | own
 
 
 def tiny_model(name: str, seed: int = 0) -> Any:
