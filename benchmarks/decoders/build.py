@@ -65,7 +65,6 @@ def _kinds(kinds: str) -> list[str]:
     return [{"c": "conv", "m": "mlp", "h": "hybrid"}.get(kind) or f"{names[kind]}_attention" for kind in kinds]
 
 
-_FOUR = {"num_hidden_layers": 4}  # where two layers are not of all kinds
 _SPARSE = ["dense", "sparse", "sparse"]
 _MLA = {"num_key_value_heads": 4, "head_dim": 8}
 _MULTIPLIED = {
@@ -77,18 +76,17 @@ _ZAMBA: dict[str, Any] = {
     "num_hidden_layers": 6, "layers_block_type": _kinds("lhlhll"), "attention_hidden_size": 128,
     "attention_head_dim": 32, "num_key_value_heads": 4, "use_mamba_kernels": False,
 }  # fmt: skip
+_FOUR_LAYERS = {  # of which two are not of all kinds
+    "afmoe", "beam", "deepseek_v4", "exaone_moe", "flint", "hy_v4", "lara_mini", "lfm3", "llama4_text",
+    "modernbert-decoder", "recurrent_gemma",
+}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        "afmoe beam deepseek_v4 exaone_moe flint hy_v4 lara_mini lfm3 llama4_text modernbert-decoder "
-        "recurrent_gemma".split(),
-        _FOUR,
-    ),
-    **dict.fromkeys("cohere2_moe exaone4 olmo3".split(), {"layer_types": _kinds("sa")}),
     "axk1": {**_MLA, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
     "bailing_hybrid": {**_KDA, "head_dim": 8, "num_expert_group": 2},
     "bamba": {"attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, "layer_types": _kinds("sa")},
+    "cohere2_moe": {"layer_types": _kinds("sa")},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}, "num_key_value_heads": 4,
         "layer_types": _kinds("sa"),
@@ -112,6 +110,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": _kinds("iis"), "mlp_layer_types": _SPARSE, "per_layer_config": {},
         "shared_experts_intermediate_size": 32,
     },
+    "exaone4": {"layer_types": _kinds("sa")},
     "falcon_h1": {"lm_head_multiplier": 0.25},
     "gemma3n_text": {
         "intermediate_size": [96] * 4, "layer_types": _kinds("sasa"), "num_kv_shared_layers": 2,
@@ -136,6 +135,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16, "layer_types": _kinds("sa")},
     "nemotron": {"num_key_value_heads": 2},
+    "olmo3": {"layer_types": _kinds("sa")},
     "qwen3_5_moe_text": {"layer_types": _kinds("la")},
     "qwen3_5_text": {"layer_types": _kinds("la")},
     "qwen3_next": {"layer_types": _kinds("la")},
@@ -232,6 +232,8 @@ def _shrunk(kind: Any) -> dict[str, Any]:
     own = _OWN.get(kind.model_type, {})
     if "layer_types" in own:
         sizes["num_hidden_layers"] = len(own["layer_types"])
+    elif kind.model_type in _FOUR_LAYERS:
+        sizes["num_hidden_layers"] = 4
     return sizes | vocabulary | {key: value for key, value in ends.items() if key in full} | own
 
 

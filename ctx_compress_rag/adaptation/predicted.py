@@ -91,7 +91,7 @@ def pool_demonstrations(
     batch = splice_prompts(decoder.backbone.inputs, rows)
     with open_adapted_model(decoder.text_decoder(), base) as model:
         states = _hidden_states(model, batch.model_inputs(), layer)
-    last = states[:, -1].float()  # padding is on the left
+    last = states[torch.arange(len(rows)), batch.position_ids.argmax(1)].float()
     return torch.stack([part.mean(dim=0) for part in last.split([len(context) for context in contexts])])
 
 

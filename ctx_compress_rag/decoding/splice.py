@@ -22,7 +22,7 @@ from ctx_compress_rag.prompt import Prompt, Side, is_vectors
 
 @dataclass(frozen=True)
 class SplicedPrompts:
-    """Prompts as one batch for a decoder, padded on the left."""
+    """Prompts as one batch for a decoder, padded on its `padding_side`."""
 
     inputs: Mapping[str, Tensor]  # what `DecoderInputs.of` returns
     attention_mask: Tensor  # int64 (batch, length), 0 at padding
@@ -41,25 +41,26 @@ class SplicedPrompts:
 
 def splice_prompts(inputs: DecoderInputs, prompts: Sequence[Prompt]) -> SplicedPrompts:
     """Return a batch of the prompts' embeddings and slots; raise ConfigError for an empty prompt or a wrong width."""
-    lengths = torch.tensor([prompt.length for prompt in prompts])
+    lengths, side = torch.tensor([prompt.length for prompt in prompts]), inputs.padding_side
     rows: list[Tensor] = []
     for index, (prompt, missing) in enumerate(zip(prompts, (lengths.max() - lengths).tolist(), strict=True)):
         if not prompt.length:
             raise ConfigError(f"prompt {index} is empty: give it at least one token")
         # No position is all zeros, of which some architectures' gradients are NaN.
-        pieces = [torch.as_tensor(p, device=inputs.device) for p in (np.full(missing, inputs.padding), *prompt.pieces)]
+        padding = np.full(missing, inputs.padding)
+        pieces = [padding, *prompt.pieces] if side == "left" else [*prompt.pieces, padding]
+        pieces = [torch.as_tensor(piece, device=inputs.device) for piece in pieces]
         parts = [piece if is_vectors(piece) else inputs.embed(piece) for piece in pieces]
         dtype = reduce(torch.promote_types, (part.dtype for part in parts))
         if len(widths := {part.shape[1] for part in parts}) > 1:
             raise ConfigError(f"slots and token embeddings of prompt {index} differ in width: {sorted(widths)}")
         rows.append(torch.cat([part.to(dtype) for part in parts]))
-    vectors = torch.stack(rows)
-    slot_mask = _padded([prompt.vector_mask() for prompt in prompts]).to(inputs.device)
-    positions = (torch.arange(vectors.shape[1]) - (lengths.max() - lengths).unsqueeze(1)).to(inputs.device)
-    mask = (positions >= 0).long()
-    ids = _padded([prompt.ids() for prompt in prompts]).to(inputs.device)
-    given = inputs.of(vectors, ids.masked_fill(slot_mask | (mask == 0), NO_TOKEN))
-    return SplicedPrompts(given, mask, positions.clamp(min=0), slot_mask)
+    slot_mask = _padded((prompt.vector_mask() for prompt in prompts), side).to(inputs.device)
+    positions = _padded((np.arange(prompt.length) for prompt in prompts), side).to(inputs.device)
+    mask = _padded((np.ones(prompt.length, np.int64) for prompt in prompts), side).to(inputs.device)
+    ids = _padded((prompt.ids() for prompt in prompts), side).to(inputs.device)
+    given = inputs.of(torch.stack(rows), ids.masked_fill(slot_mask | (mask == 0), NO_TOKEN))
+    return SplicedPrompts(given, mask, positions, slot_mask)
 
 
 def open_decoder_model(bundle: PlainDecoder, side: Side, slot_mask: Tensor) -> AbstractContextManager[Any]:
@@ -74,12 +75,13 @@ def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Pro
 
     Logits are computed only at the positions that predict an answer token.
     """
-    mask = _padded([prompt.answers for prompt in prompts]).to(batch.slot_mask.device)
+    mask = batch.attention_mask.bool()
+    mask[mask.clone()] = torch.from_numpy(np.concatenate([prompt.answers for prompt in prompts])).to(mask.device)
     predicting = F.pad(mask[:, 1:], (0, 1))  # the logits at a position predict the token after it
     logits = logits_at(model, predicting, **batch.model_inputs())
     ids = np.concatenate([prompt.ids()[prompt.answers] for prompt in prompts])
     return logits, torch.from_numpy(ids).to(logits.device)
 
 
-def _padded(rows: Iterable[NDArray[Any]]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, rows)), batch_first=True, padding_side="left")
+def _padded(rows: Iterable[NDArray[Any]], side: str) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, rows)), batch_first=True, padding_side=side)

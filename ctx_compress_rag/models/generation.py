@@ -41,11 +41,8 @@ def continue_prompt(
     without = copy.copy(model)
     without.generation_config = GenerationConfig()
     without.prepare_inputs_for_generation = prepare
-    vectors = inputs["inputs_embeds"]
     without.generate(
-        # It counts positions from the mask: before transformers 5.2, given position ids would not advance.
-        inputs_embeds=vectors,
-        attention_mask=torch.ones(vectors.shape[:2], dtype=torch.long, device=vectors.device),
+        inputs_embeds=inputs["inputs_embeds"],
         generation_config=GenerationConfig(max_new_tokens=limit, do_sample=False, num_beams=1),
         logits_processor=LogitsProcessorList([process]),
         stopping_criteria=StoppingCriteriaList([ended]),

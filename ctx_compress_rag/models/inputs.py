@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk
+from ctx_compress_rag.models.transformers_internals import can_share_cache
 
 NO_TOKEN = -1  # in place of the id of a position that stands for no token
 
@@ -24,6 +25,8 @@ class DecoderInputs:
         self._model = model
         trunk, config = decoder_trunk(model), model.config.get_text_config()
         self.padding: int = getattr(config, "pad_token_id", None) or 0
+        # A state of the whole text, as of RWKV, may take up padding before it; prompts with one are answered alone.
+        self.padding_side = "left" if can_share_cache(model) else "right"
         self._by_layer = reads_tables_by_layer(config)
         self._rows = getattr(trunk, "get_per_layer_inputs", None)  # None in Qwen4-exp, which takes the ids
         self._scale = 1.0

@@ -66,8 +66,8 @@ class _Proof:
             read = self._model(**inputs, **cache, use_cache=bool(cache)).logits
             self._rounding = self._distance(read[2], 0, of=read[0].float())
             self._check(read[0], 0)
-        with self._named("reads a prompt that is padded on the left"):
-            self._check(read[1, -_SHORT:], 0)
+        with self._named(f"reads a prompt that is padded on the {self._inputs.padding_side}"):
+            self._check(read[1][mask[1].bool()], 0)
         with self._named("goes on from its cache"):
             if cache:
                 mask, places = F.pad(mask, (0, 1), value=1), places[:, -1:] + 1
@@ -80,14 +80,14 @@ class _Proof:
 
     def _rows(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Return vectors, mask and positions of the long prompt, the short one, and the long one rounded otherwise."""
-        gap = _LONG - _SHORT
-        ids = self._ids[:_LONG].repeat(3, 1)
-        ids[1] = ids[1].roll(gap).index_fill(0, torch.arange(gap, device=ids.device), self._inputs.padding)
+        mask = torch.ones(3, _LONG, dtype=torch.long, device=self._inputs.device)
+        padding = slice(_LONG - _SHORT) if self._inputs.padding_side == "left" else slice(_SHORT, None)
+        mask[1, padding] = 0
+        places = (mask.cumsum(1) - 1).clamp(min=0) * mask
+        ids = self._ids[places].masked_fill(mask == 0, self._inputs.padding)
         vectors = self._inputs.embed(ids)
         vectors[2, :, ::2] *= 1 + torch.finfo(vectors.dtype).eps
-        mask = torch.ones_like(ids)
-        mask[1, :gap] = 0
-        return self._inputs.of(vectors, ids.masked_fill(mask == 0, NO_TOKEN)), mask, (mask.cumsum(1) - 1).clamp(min=0)
+        return self._inputs.of(vectors, ids.masked_fill(mask == 0, NO_TOKEN)), mask, places
 
     def _cache(self) -> dict[str, Any]:
         from transformers import DynamicCache

@@ -9,10 +9,10 @@ from benchmarks.decoders.trial import YES, try_decoder
 
 # What most people run, one of each kind of layer, and wrappers.
 TYPES = [
-    "apertus", "cohere2", "deepseek_v3", "falcon_h1", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text",
+    "apertus", "cohere2", "deepseek_v3", "falcon_h1", "gemma2", "gemma3", "gemma3n_text", "gemma4_text",
     "glm4_moe", "gpt_oss", "granite", "granitemoehybrid", "jamba", "lfm2_moe", "llama", "llama4_text", "mamba2",
     "minimax_m2", "mistral", "mistral3", "nemotron_h", "olmo2", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_5_text",
-    "qwen3_moe", "smollm3",
+    "qwen3_moe", "rwkv", "smollm3",
 ]  # fmt: skip
 
 
