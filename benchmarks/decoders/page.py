@@ -24,6 +24,7 @@ computation, or refused with a reason.
 _OWN_WORDS = {
     r"cannot load the decoder '[^']*': |bundle 'tiny': ": "",
     r"\b\w+(For\w+|LMHeadModel) of transformers [\d.]+": "it",
+    r" in torch\.\w+(?= when)": "",
     r"\(\w+Error: .*?\)(?=[:;,])|\(\w+_text\)": "",
     r" ?: choose another decoder.*": "",
     r"model\.layers\S+ and \S+": "layers",

@@ -72,7 +72,8 @@ def ids_scaled(model: Any, given: Given) -> None:
 
 def buffer_for_ids(model: Any, given: Given) -> None:
     if (ids := given.pop("input_ids", None)) is not None:
-        given["inputs_embeds"] = model.get_input_embeddings()(ids) + torch.linspace(-1, 1, 32)
+        vectors = model.get_input_embeddings()(ids)
+        given["inputs_embeds"] = vectors + torch.linspace(-1, 1, 32).to(vectors.dtype)
 
 
 def no_vectors(model: Any, given: Given) -> None:
@@ -139,10 +140,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_refused(name: str) -> None:
+def test_a_fault_is_refused(name: str, dtype: torch.dtype) -> None:
     way, kind, install = FAULTS[name]
-    model = tiny(kind, **SHAPES.get(kind, {}))
+    model = tiny(kind, **SHAPES.get(kind, {})).to(dtype)
     prove_decoder(model)
     install(model)
     with pytest.raises(ValueError, match=way):
