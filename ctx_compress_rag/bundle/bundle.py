@@ -179,8 +179,7 @@ class Bundle(PlainDecoder):
         decoder = decoder_digest(config, backbone, shipped)
         if decoder != config.decoder_digest:
             raise BundleError(
-                f"{config.decoder_name or shipped} is not the decoder of bundle {str(folder)!r}: its config, tokenizer "
-                "or weights changed after training. Restore its files"
+                f"{config.decoder_name or shipped} changed after bundle {str(folder)!r} was trained: restore its files"
             )
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
         self._fingerprint = bundle_fingerprint(config, backbone.commit, decoder, stored)

@@ -64,9 +64,8 @@ class ExportedBundle(ProcessBound):
                 raise ValueError(f"its format is {said['format']}")
             self._weights = _load(self.folder / _READER_FILE)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BundleError(
-                f"{str(folder)!r} holds no exported bundle ({error}): run ctx-compress export --engine llama.cpp"
-            ) from error
+            how = "run ctx-compress export --engine llama.cpp"
+            raise BundleError(f"{str(folder)!r} holds no exported bundle ({error}): {how}") from error
         self.config: Any = cast(Any, _Config(**said["config"]))
         self.tokenizer: Any = FastTokenizer(**said["tokenizer"])
         self.generation_config = SimpleNamespace(**said["generation_config"])

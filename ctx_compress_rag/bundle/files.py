@@ -167,9 +167,8 @@ def read_bundle_tensors(path: Path, *, counts: bool = False) -> dict[str, Tensor
         raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
     for name, value in tensors.items():
         if not (counts or value.is_floating_point()) or not value.isfinite().all():
-            raise BundleError(
-                f"{path} is damaged ({name} holds a NaN, an infinity or whole numbers): fetch or make the bundle again"
-            )
+            fault = f"{name} holds a NaN, an infinity or whole numbers"
+            raise BundleError(f"{path} is damaged ({fault}): fetch or make the bundle again")
     return tensors
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import DataError
 @command("questions.txt --index ./chroma --ratios 4 16")
 def agree(
     questions: Annotated[
-        str, typer.Argument(metavar="FILE", help="A text file with one question per line; no answers are needed.")
+        str, Argument(metavar="FILE", help="A text file with one question per line; no answers are needed.")
     ],
     index: shared.Index = shared.INDEX,
     bundle: shared.OwnBundle = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
@@ -21,23 +21,18 @@ if TYPE_CHECKING:
 @command('"How long does the warranty last?" --ratio 8')
 def ask(
     question: Annotated[
-        str | None,
-        typer.Argument(metavar="QUESTION", help="What to ask.  [default: each line of the standard input]"),
+        str | None, Argument(metavar="QUESTION", help="What to ask.  [default: each line of the standard input]")
     ] = None,
     index: shared.Index = shared.INDEX,
     bundle: shared.OwnBundle = None,
     ratio: shared.Ratio = None,
     token_budget: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="In place of a ratio: maximum tokens of all passages, sentences and slots together.",
-        ),
+        Option(metavar="N", min=1, help="In place of a ratio: maximum tokens of all passages, sentences and slots."),
     ] = None,
     text_share: shared.TextShare = None,
     k: shared.Retrieved = 4,
-    text: Annotated[bool, typer.Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
+    text: Annotated[bool, Option("--text", help="Give the decoder the passages' text, for comparison.")] = False,
     max_tokens: shared.AnswerTokens = None,
     extractive: shared.Extractive = None,
     device: shared.Device = None,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import Index
@@ -12,7 +12,7 @@ from ctx_compress_rag.cli.shared import Index
 @command("--index ./chroma ./chroma-copy")
 def backup(
     index: Index,
-    target: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],
+    target: Annotated[str, Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],
 ) -> None:
     """Copy a whole index.
 

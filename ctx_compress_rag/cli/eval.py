@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
@@ -11,27 +11,17 @@ from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 
 @command("--bundle runs/mine/bundle --data held_out.jsonl --ratios 4 16")
 def eval_(
-    data: Annotated[
-        list[str],
-        typer.Option(metavar="FILE...", help="JSONL files, scored separately.", show_default=False),
-    ],
+    data: Annotated[list[str], Option(metavar="FILE...", help="JSONL files, scored separately.", show_default=False)],
     bundle: shared.AnyBundle = DEFAULT_BUNDLE,
-    questions: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Maximum per set; one has no standard error.")
-    ] = 200,
+    questions: Annotated[int, Option(metavar="N", min=2, help="Maximum per set; one has no standard error.")] = 200,
     passages: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Passages per prompt; missing ones are the nearest in the file to the question's first passage.  "
-            "[default: the question's own passages]",
-        ),
+        Option(metavar="N", min=1, help="Passages per prompt, the nearest added.  [default: the question's own]"),
     ] = None,
     ratios: shared.Ratios = None,
-    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="Slots' codec: int8 (default) or fp16.")] = None,
+    codec: Annotated[str | None, Option(metavar="CODEC", help="Slots' codec: int8 (default) or fp16.")] = None,
     no_extraction: Annotated[
-        bool, typer.Option("--no-extraction", help="Leave out what needs MiniLM: best sentences, and mixes with them.")
+        bool, Option("--no-extraction", help="Leave out sentences, alone and in mixes: they need MiniLM.")
     ] = False,
     max_tokens: shared.AnswerTokens = None,
     extractive: shared.Extractive = None,

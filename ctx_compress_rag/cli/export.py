@@ -2,21 +2,19 @@
 
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from ctx_compress_rag.cli.command import command
 
 
 @command("runs/mine/bundle ./for-vllm")
 def export(
-    bundle: Annotated[str, typer.Argument(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")],
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to write.")],
-    engine: Annotated[Literal["vllm", "llama.cpp"], typer.Option(help="What reads it.")] = "vllm",
-    weights: Annotated[
-        Literal["F32", "BF16", "Q8_0", "Q4_0"], typer.Option(help="Type of llama.cpp's weights.")
-    ] = "BF16",
+    bundle: Annotated[str, Argument(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")],
+    folder: Annotated[str, Argument(metavar="DIR", help="Where to write.")],
+    engine: Annotated[Literal["vllm", "llama.cpp"], Option(help="What reads it.")] = "vllm",
+    weights: Annotated[Literal["F32", "BF16", "Q8_0", "Q4_0"], Option(help="Type of llama.cpp's weights.")] = "BF16",
     convert: Annotated[
-        str | None, typer.Option(metavar="FILE", help="llama.cpp's convert_hf_to_gguf.py, or a folder with it.")
+        str | None, Option(metavar="FILE", help="llama.cpp's convert_hf_to_gguf.py, or a folder with it.")
     ] = None,
 ) -> None:
     """Write a bundle's decoder for vLLM or llama.cpp.

@@ -2,34 +2,29 @@
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from ctx_compress_rag.cli.command import command
 
 
 @command("latent-context/0.6b-4b-LCLM-4x ./lclm")
 def import_(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A published checkpoint's hub id or folder.")
-    ] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="A published checkpoint's hub id or folder.")] = None,
     folder: Annotated[
-        str | None, typer.Argument(metavar="DIR", help="Where the bundle goes.  [default: nowhere; only print facts]")
+        str | None, Argument(metavar="DIR", help="Where the bundle goes.  [default: nowhere; only print facts]")
     ] = None,
     subfolder: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The checkpoint's place in the repository, if it has several.")
+        str | None, Option(metavar="DIR", help="The checkpoint's place in the repository, if it has several.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(metavar="REV", help="A hub revision.  [default: the newest]")] = None,
+    revision: Annotated[str | None, Option(metavar="REV", help="A hub revision.  [default: the newest]")] = None,
     decoder: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="The decoder it was trained for.  [default: the one that it names]"),
+        str | None, Option(metavar="MODEL", help="The decoder it was trained for.  [default: the one that it names]")
     ] = None,
-    encoder: Annotated[str | None, typer.Option(metavar="MODEL", help="Its encoder, likewise.")] = None,
+    encoder: Annotated[str | None, Option(metavar="MODEL", help="Its encoder, likewise.")] = None,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Put decoder and encoder into the bundle, for machines without network.")
+        bool, Option("--copy", help="Put decoder and encoder into the bundle, for machines without network.")
     ] = False,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List the checkpoints that are known, and their licenses.")
-    ] = False,
+    list_: Annotated[bool, Option("--list", help="List the checkpoints that are known, and their licenses.")] = False,
 ) -> None:
     """Convert a published compressor (LCLM, PISCO, CLaRa, xRAG, ICAE) into a bundle.
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
@@ -14,42 +14,30 @@ from ctx_compress_rag.indexing import DEFAULT_BUNDLE, MIN_CHUNK_TOKENS
 def index(
     path: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PATH",
-            help="Folder to index, with its subfolders but without hidden files, or a .jsonl file with rows of text, "
-            "optionally id, and metadata.",
+        Argument(
+            metavar="PATH", help="Folder to index, without hidden files, or a .jsonl file: text, metadata, perhaps id."
         ),
     ] = None,
     *,
     index: shared.Index = shared.INDEX,
     collection: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="In place of PATH: your app's own collection in the Chroma folder; soft contexts are kept beside it.",
-        ),
+        Option(metavar="NAME", help="In place of PATH: your app's collection, beside which soft contexts are kept."),
     ] = None,
     bundle: shared.OwnBundle = None,
     chunk_tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=MIN_CHUNK_TOKENS,
-            help="Maximum decoder tokens per passage.  [default: 256, or the bundle's window if less]",
+        Option(
+            metavar="N", min=MIN_CHUNK_TOKENS, help="Longest passage in tokens.  [default: 256, or the window if less]"
         ),
     ] = None,
-    prune: Annotated[bool, typer.Option("--prune", help="Remove the passages of files deleted from PATH.")] = False,
+    prune: Annotated[bool, Option("--prune", help="Remove the passages of files deleted from PATH.")] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="First check every passage, and compress damaged ones again.")
+        bool, Option("--repair", help="First check all passages, and compress damaged ones again.")
     ] = False,
-    codec: Annotated[
-        str | None, typer.Option(metavar="CODEC", help="How a new store keeps slots: int8 or fp16.")
-    ] = None,
+    codec: Annotated[str | None, Option(metavar="CODEC", help="How a new store keeps slots: int8 or fp16.")] = None,
     embedder: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="A sentence-transformers model for retrieval.  [default: the index's own, else MiniLM]"
-        ),
+        str | None, Option(metavar="NAME", help="A sentence-transformers model.  [default: the index's, else MiniLM]")
     ] = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import INDEX, Index
@@ -12,8 +12,7 @@ from ctx_compress_rag.cli.shared import INDEX, Index
 def info(
     index: Index = INDEX,
     prune: Annotated[
-        bool,
-        typer.Option("--prune", help="First delete soft contexts without a passage in the index, also those of apps."),
+        bool, Option("--prune", help="First delete soft contexts without a passage in the index, also those of apps.")
     ] = False,
 ) -> None:
     """Print what an index holds."""

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ctx_compress_rag.cli import shared
 from ctx_compress_rag.cli.command import command
@@ -18,53 +18,42 @@ def serve(
     server_key: shared.ServerKey = None,
     weights: shared.Weights = None,
     retrieve: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Clients send questions: retrieve N passages for each chat without markers."
-        ),
+        int | None, Option(metavar="N", min=1, help="Retrieve N passages for each chat without markers.")
     ] = None,
     ratio: shared.Ratio = None,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[str, Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_keys: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file with an API key and its scope on each line.  [default: the variable CTX_COMPRESS_API_KEYS]",
+        Option(
+            metavar="FILE", help="An API key and its scope on each line.  [default: the variable CTX_COMPRESS_API_KEYS]"
         ),
     ] = None,
     collection: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Serve the soft contexts of your app's collection in place of an index (needs --bundle).",
-        ),
+        Option(metavar="NAME", help="Serve soft contexts of your app's collection, not of an index (needs --bundle)."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME...",
-            help="Without API keys, names besides localhost that requests may be sent to, such as a proxy's.",
+        Option(
+            metavar="NAME...", help="Names besides localhost that requests may be sent to, if there are no API keys."
         ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.  [default: 8]")
+        int | None, Option(metavar="N", min=1, help="Prompts per forward pass.  [default: 8]")
     ] = None,
     device: shared.Device = None,
     dtype: shared.Dtype = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Longest answer if a request gives no limit.")] = 512,
+    max_tokens: Annotated[int, Option(metavar="N", help="Longest answer if a request gives no limit.")] = 512,
     longest_answer: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Longest answer in tokens, whatever a request says.  [default: no limit]"),
+        int | None, Option(metavar="N", help="Longest answer that a request may ask for.  [default: no limit]")
     ] = None,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Longest prompt.  [default: the decoder's window]")
+        int | None, Option(metavar="N", min=1, help="Longest prompt.  [default: the decoder's window]")
     ] = None,
-    max_body: Annotated[int, typer.Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
-    max_requests: Annotated[int, typer.Option(metavar="N", help="Maximum requests at a time.")] = 256,
-    grace: Annotated[
-        int, typer.Option(metavar="S", min=0, help="Seconds for running answers to finish after SIGTERM.")
-    ] = 30,
+    max_body: Annotated[int, Option(metavar="BYTES", help="Longest request.")] = 4 << 20,
+    max_requests: Annotated[int, Option(metavar="N", help="Maximum requests at a time.")] = 256,
+    grace: Annotated[int, Option(metavar="S", min=0, help="Seconds for running answers to finish after SIGTERM.")] = 30,
 ) -> None:
     """Serve an index to OpenAI clients, which send markers, or with --retrieve questions.
 

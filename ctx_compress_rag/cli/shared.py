@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from ctx_compress_rag.errors import ConfigError
 
@@ -12,82 +12,60 @@ INDEX = "chroma"  # the default folder
 # Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-Index = Annotated[str, typer.Option(metavar="DIR", help="The Chroma folder of an index.")]
-AnyBundle = Annotated[str, typer.Option(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")]
+Index = Annotated[str, Option(metavar="DIR", help="The Chroma folder of an index.")]
+AnyBundle = Annotated[str, Option(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")]
 OwnBundle = Annotated[
     str | None,
-    typer.Option(
-        metavar="BUNDLE",
-        help="A bundle's folder, hub id or shipped name.  [default: the index's own, else smollm2-135m]",
-    ),
+    Option(metavar="BUNDLE", help="A bundle's folder, hub id or name.  [default: the index's, else smollm2-135m]"),
 ]
 AnswerTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        metavar="N",
-        min=1,
-        help="Longest answer, in tokens.  [default: the bundle's, the longest in its training]",
-    ),
+    int | None, Option("--max-tokens", metavar="N", min=1, help="Longest answer in tokens.  [default: as in training]")
 ]
 Extractive = Annotated[
     bool | None,
-    typer.Option(
-        "--extractive/--free",
-        help="Answers quote the passages word for word, or are free.  [default: as the bundle answers best]",
-        show_default=False,
-    ),
+    Option("--extractive/--free", help="Quote the passages, or not.  [default: as is best]", show_default=False),
 ]
 TextShare = Annotated[
     float | None,
-    typer.Option(
+    Option(
         metavar="S",
         min=0,
         max=1,
-        help="Share of the budget, 0 to 1, for the sentences nearest to the question; the rest is for slots of the "
-        "best passage. 0 shows each passage as slots.  [default: as the bundle answers best]",
+        help="Share of the budget for the sentences nearest to the question; the rest is for slots of the best "
+        "passage. 0 shows each passage as slots.  [default: as the bundle answers best]",
         show_default=False,
     ),
 ]
-BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum prompts per forward pass.")]
-Device = Annotated[str | None, typer.Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first available]")]
+BatchSize = Annotated[int, Option(metavar="N", min=1, help="Maximum prompts per forward pass.")]
+Device = Annotated[str | None, Option(metavar="NAME", help="cuda, mps or cpu.  [default: the first available]")]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Dtype of decoder weights.  [default: bfloat16 on CUDA if the GPU supports it, else float32]",
-    ),
+    Option(metavar="NAME", help="The decoder's dtype.  [default: bfloat16 on GPUs that have it, else float32]"),
 ]
 Engine = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="What runs the decoder: transformers, llama.cpp, or a vLLM server's address (see export)."
-    ),
+    str, Option(metavar="NAME", help="transformers, llama.cpp, or the address of a vLLM server (see export).")
 ]
 ServerKey = Annotated[
-    str | None, typer.Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The API key of a vLLM server.")
+    str | None, Option(metavar="KEY", envvar="CTX_COMPRESS_SERVER_KEY", help="The API key of a vLLM server.")
 ]
 Weights = Annotated[
     str | None,
-    typer.Option(
-        metavar="TYPE",
-        help="llama.cpp's weights: BF16, F32, Q8_0, Q4_0, or a folder that export wrote.  [default: BF16]",
-    ),
+    Option(metavar="TYPE", help="For llama.cpp: BF16, F32, Q8_0, Q4_0, or export's folder.  [default: BF16]"),
 ]
-Retrieved = Annotated[int, typer.Option("--k", metavar="N", min=1, help="Passages to retrieve.")]
-Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for tables and plots.")]
+Retrieved = Annotated[int, Option("--k", metavar="N", min=1, help="Passages to retrieve.")]
+Output = Annotated[str, Option(metavar="DIR", help="Folder for tables and plots.")]
 Ratio = Annotated[
     int | None,
-    typer.Option(
+    Option(
         metavar="R",
         min=1,
-        help="Source tokens per slot, a multiple of the store's; for a ram bundle, how many times shorter the passages "
-        "become.  [default: the smallest]",
+        help="Source tokens per slot, a multiple of the index's; for a ram bundle, how many times shorter.  "
+        "[default: the smallest]",
     ),
 ]
 Ratios = Annotated[
     list[int] | None,
-    typer.Option(metavar="R...", min=1, help="Source tokens per slot; for a ram bundle, how many times shorter."),
+    Option(metavar="R...", min=1, help="Source tokens per slot; for a ram bundle, how many times shorter."),
 ]
 
 

@@ -3,7 +3,7 @@
 import time
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from ctx_compress_rag.cli.command import command
 
@@ -12,7 +12,7 @@ from ctx_compress_rag.cli.command import command
 def train(
     recipes: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="RECIPE...",
             show_default=False,
             help="YAML files, folders of them, or shipped ones: a recipe (comprexit/answer) or a folder (smollm2).",
@@ -20,9 +20,9 @@ def train(
     ],
     minutes: Annotated[
         float | None,
-        typer.Option(metavar="N", min=0, help="Save what is trained, and stop, after this time.  [default: no limit]"),
+        Option(metavar="N", min=0, help="Save what is trained, and stop, after this time.  [default: no limit]"),
     ] = None,
-    no_resume: Annotated[bool, typer.Option("--no-resume", help="Start again; removes earlier checkpoints.")] = False,
+    no_resume: Annotated[bool, Option("--no-resume", help="Start again; removes earlier checkpoints.")] = False,
 ) -> None:
     """Train a bundle from recipes.
 

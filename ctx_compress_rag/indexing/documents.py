@@ -64,9 +64,8 @@ class DocumentReader:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"it is not UTF-8 (byte {error.start}); convert it, for instance with {conversion_command(error)}"
-            ) from error
+            how = conversion_command(error)
+            raise DataError(f"it is not UTF-8 (byte {error.start}): convert it, for instance with {how}") from error
         except OSError as error:
             raise DataError(f"it cannot be read ({error.strerror})") from error
         known = self._known()

@@ -74,8 +74,7 @@ class FolderInput(IndexInput):
         if not path.is_dir():
             fault = "is not a folder" if path.exists() else "does not exist"
             raise DataError(
-                f"{str(path)!r} {fault}: give the folder of your {', '.join(suffixes)} files, or a {', '.join(JSONL)} "
-                "file"
+                f"{str(path)!r} {fault}: give a folder of {', '.join(suffixes)} files, or a {', '.join(JSONL)} file"
             )
         super().__init__(path, 0)
         self.files: list[Path] = []

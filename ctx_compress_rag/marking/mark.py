@@ -385,8 +385,7 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
     texts = [part if isinstance(part, str) else next(originals) for part in found]
     if markers and (length := sum(map(len, texts))) > most:
         raise ConfigError(
-            f"a text with its {len(markers):,} markers expanded would have {length:,} characters, and at most "
-            f"{most:,} are allowed: use fewer markers"
+            f"a text with its {len(markers):,} markers expanded has {length:,} characters, over {most:,}: use fewer"
         )
     return "".join(texts)
 

@@ -62,9 +62,7 @@ def _short_schema(schema: dict[str, Any]) -> str:
     except RecursionError:
         raise ConfigError("the schema is nested too deeply: make it flatter") from None
     if len(text) > _SCHEMA_CHARACTERS:
-        raise ConfigError(
-            f"the schema has {len(text)} characters and {_SCHEMA_CHARACTERS} are allowed: make it smaller"
-        )
+        raise ConfigError(f"the schema has {len(text)} characters, over {_SCHEMA_CHARACTERS}: make it smaller")
     return text
 
 

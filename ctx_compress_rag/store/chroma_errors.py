@@ -25,25 +25,15 @@ def raising_store_errors(where: str, folder: Path | None = None, *, writing: boo
     except (CtxCompressError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except httpx.TransportError as error:
-        raise StoreError(
-            f"{where} does not answer ({type(error).__name__}: {error}): check that it runs and can be reached, "
-            "then try again"
-        ) from error
+        said = f"{type(error).__name__}: {error}"
+        raise StoreError(f"{where} does not answer ({said}): check that it runs and can be reached") from error
     except NotFoundError as error:
-        raise StoreError(
-            f"a collection in {where} is gone ({error}): open the store again, and index again if it was deleted"
-        ) from error
+        raise StoreError(f"a collection in {where} is gone ({error}): open the store, or index, again") from error
     except BaseException as error:  # a panic of Chroma's Rust part is not an Exception
         said = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         if fault := folder and disk_fault(folder):
-            raise StoreWriteError(
-                f"cannot write to {where} ({fault}; {said}): make room, or make it writable"
-            ) from error
-        remedy = (
-            "check Chroma's version, restore a backup, or index again into a new folder"
-            if folder
-            else "read the server's log"
-        )
+            raise StoreWriteError(f"cannot write to {where} ({fault}; {said}): make room, or permit it") from error
+        remedy = "restore a backup, or index into a new folder" if folder else "read the server's log"
         kind = StoreWriteError if writing else StoreError
         raise kind(f"Chroma failed on {where} ({said}): try again; if it fails again, {remedy}") from error
 

@@ -34,29 +34,22 @@ class StoreKey:
     def keep(self) -> None:
         """Put back a missing key file before a write, as readers need it. Raise StoreError if the key changed."""
         if self._file is not None and self._key is not None and key_from_file(self._file, self._key) != self._key:
-            raise StoreError(
-                f"the marker key {self._file} is not the one that this store was opened with: open the store again"
-            )
+            raise StoreError(f"the marker key {self._file} changed after the store was opened: open the store again")
 
     def _found(self) -> bytes:
         value = os.environ.get(KEY_VARIABLE)
         if value is not None:
             key = value.encode("utf-8", "surrogateescape")
             if len(key) < MIN_KEY_BYTES:
-                raise StoreError(
-                    f"{KEY_VARIABLE} has {len(key)} bytes: set a secret of at least {MIN_KEY_BYTES} (for example from "
-                    "openssl rand -hex 32), or unset the variable"
-                )
+                wanted = f"a secret of {MIN_KEY_BYTES} or more (openssl rand -hex 32)"
+                raise StoreError(f"{KEY_VARIABLE} has {len(key)} bytes: set {wanted}, or unset it")
             return key
         if self._place.folder is not None:
             self._file = self._place.folder / KEY_FILE
             return key_from_file(self._file)
         if not self._place.remote:
             return _process_key
-        raise StoreError(
-            f"a store on a server needs a key that all its users share: set {KEY_VARIABLE} (openssl rand -hex 32), or "
-            "give key="
-        )
+        raise StoreError(f"a server's store needs a key that its users share: set {KEY_VARIABLE}, or give key=")
 
 
 def key_from_file(path: Path, new: bytes | None = None) -> bytes:

@@ -143,10 +143,8 @@ def checked_passage(document: object, id: str | None, place: int) -> Passage:
     elif hasattr(node, "get_content") and hasattr(node, "node_id"):
         text, own, metadata = node.get_content(), node.node_id, node.metadata
     else:
-        raise ConfigError(
-            f"cannot read a passage from {type(document).__name__}: give a str, Passage, LangChain Document "
-            "or LlamaIndex node"
-        )
+        kind = type(document).__name__
+        raise ConfigError(f"cannot read a passage from {kind}: give a str, Passage, Document or LlamaIndex node")
     name = (None if own == "" else own) if id is None else id
     label = f"documents[{place}]" if name is None else f"passage {short_repr(name)}"
     if not isinstance(text, str):
@@ -155,8 +153,7 @@ def checked_passage(document: object, id: str | None, place: int) -> Passage:
         raise ConfigError(f"{label} has no text: leave blank passages out")
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"{label} has {len(text):,} characters, more than {MAX_CHARACTERS:,}: cut it into passages of a few "
-            "hundred words first, with the text splitter of your framework"
+            f"{label} has {len(text):,} characters, more than {MAX_CHARACTERS:,}: cut it with a text splitter first"
         )
     _utf8(text, label)
     if name is None:

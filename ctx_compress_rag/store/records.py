@@ -119,8 +119,7 @@ class Records(ChromaCollection):
             if asked not in (None, metadata[name]):
                 option = name.removeprefix("base_")
                 raise StoreError(
-                    f"the store in {where} has {option} {metadata[name]!r}, not {asked!r}: leave {option} out, or "
-                    "index again under another collection name"
+                    f"the store in {where} has {option} {metadata[name]!r}, not {asked!r}: leave {option} out"
                 )
         self.about = metadata
 

@@ -27,8 +27,7 @@ class TransientParts:
         needed = sum(map(_cost, parts.values()))
         if needed > self._most:
             raise ConfigError(
-                f"a prompt needs {needed} slots made for its question, and {self._most} are kept: retrieve fewer "
-                "passages"
+                f"a prompt needs {needed} slots made for its question, and {self._most} are kept: use fewer passages"
             )
         with self._lock:
             for marker, part in parts.items():

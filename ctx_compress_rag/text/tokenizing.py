@@ -39,10 +39,7 @@ def control_token_ids(tokenizer: Any) -> set[int]:
 def check_text_length(what: str, characters: int, window: int | None) -> None:
     """Raise ConfigError ("`what` has ...") for over 32 characters per token of a model's window (None: no limit)."""
     if window is not None and characters > window * _CHARACTERS_PER_TOKEN:
-        raise ConfigError(
-            f"{what} has {characters} characters, far more than the model's window of {window} tokens: "
-            "use fewer passages or a shorter prompt"
-        )
+        raise ConfigError(f"{what} has {characters} characters, too many for a window of {window} tokens: shorten it")
 
 
 def replace_surrogates(text: str) -> str:
