@@ -21,20 +21,17 @@ from ctx_compress_rag.text.templates import question_messages
 class DecoderLLM(SamplingOptions, EngineOptions):
     """The base and options of a framework's LLM class, listed before the framework's own base class.
 
-    Other options are those of the engine (see `EngineOptions`) and of an answer (see `SamplingOptions`). Options of an
-    answer can also be given at each call. `max_tokens` is by default 512, or as in the training of an imported bundle.
-    `extractive` is by default what the bundle answers best with (`BundleConfig.extractive`), except for JSON and on a
-    server; set it to False for summaries and rewritten questions.
+    Other options are those of the engine (see `EngineOptions`) and of an answer (see `SamplingOptions`). `max_tokens`
+    is by default 512, or as in the training of an imported bundle. `extractive` is by default that of the bundle
+    (`BundleConfig.extractive`), except for JSON and on a server; set it to False for summaries and rewritten questions.
 
     Args:
         store: the store of the soft contexts; its bundle, on its device and in its dtype, is the model.
         on_unreadable: what to do with a marker that was changed, that has another key or scope, or whose passage is
             missing or damaged in the store. "error" raises. "text" logs a warning and reads the passage's text if the
             store can give it, else the marker as ordinary text.
-        scope: tenant or user whose markers are read; None takes the scope of `ctx_compress_rag.scope`, or
-            else the store's.
-        engine: what runs the decoder, which is "transformers" or "llama.cpp" in this process, or the address of a vLLM
-            server (see `ctx-compress export`).
+        scope: tenant or user whose markers are read; None takes that of `ctx_compress_rag.scope`, else the store's.
+        engine: "transformers", "llama.cpp", or the address of a vLLM server (see `ctx-compress export`).
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or a prompt cannot be read.

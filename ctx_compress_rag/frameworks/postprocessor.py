@@ -13,9 +13,8 @@ from ctx_compress_rag.strict import check_known_options, faults_raised_as
 class MarkingPostprocessor(BaseModel):
     """The base and options of a framework's postprocessor class, listed before the framework's own base class.
 
-    A passage is looked up in the store by its id, then by its text, so the retriever and the store need not use the
-    same ids. With a RAM bundle, the segments that the question needs stay text, and markers stand for the rest of a
-    passage; the LLM must then have the same bundle object.
+    A passage is looked up in the store by its id, then by its text. With a RAM bundle, the segments that the question
+    needs stay text, and markers stand for the rest of a passage; the LLM must then have the same bundle object.
 
     Args:
         store: the store of the soft contexts.
@@ -31,8 +30,7 @@ class MarkingPostprocessor(BaseModel):
         on_missing: what to do with each passage that the store lacks, has with another text, or has damaged. "compress"
             compresses and stores the passage, or keeps its text with a warning if that is impossible. "error" raises.
             "text" keeps the text. See `ctx_compress_rag.marking.mark.OnMissing`.
-        scope: tenant or user that the markers belong to; None takes the scope of `ctx_compress_rag.scope`,
-            or else the store's.
+        scope: tenant or user of the markers; None takes the scope of `ctx_compress_rag.scope`, else the store's.
 
     Raises:
         ConfigError: an argument is unknown or has an impossible value, or both a ratio and a budget are given; at a

@@ -64,11 +64,10 @@ _LEAST_TIMEOUT = 0.1
 class SoftContextStore(ProcessBound):
     """The soft contexts of one bundle, by passage id, in Chroma.
 
-    They are kept in a collection `<collection>-ctx`, one record per passage, not in the app's own collection, where
-    every search hit would carry them. Threads and processes may share a folder, because each read or write holds the
-    folder's locks for milliseconds. After Ctrl-C, no lock stays, a write in progress is finished, and no other begins.
-    Several machines may share a Chroma server; a folder that a server uses must be reached through the server. A store
-    does not survive `fork`, so open it in the child process.
+    They are kept in a collection `<collection>-ctx`, one record per passage. Threads and processes may share a folder,
+    because each read or write holds the folder's locks for milliseconds. After Ctrl-C, no lock stays, a write in
+    progress is finished, and no other begins. Several machines may share a Chroma server; a folder that a server uses
+    must be reached through the server. A store does not survive `fork`, so open it in the child process.
 
     ```python
     with SoftContextStore("./chroma", Bundle.from_pretrained("smollm2-135m")) as store:
@@ -145,16 +144,14 @@ class SoftContextStore(ProcessBound):
         Batches are stored one by one: those that the progress bar counts are on disk. After an interruption, the same
         call resumes where it stopped. If one document is invalid, nothing is written.
 
-        On an empty store, the same call stores the same bits if machine and number of threads are the same. Passages
-        added one by one, in other groups or after an interruption are encoded in other batches, so floating-point
-        sums differ slightly. With one small bundle, a quarter to two thirds of the records differed, by at most 1.2
-        int8 steps, or 1/4000 of a passage's norm.
+        The same call on an empty store stores the same bits, on one machine with as many threads. Passages added in
+        other groups, or after an interruption, are encoded in other batches, and differ by rounding.
 
         Args:
             documents: strings, Passages, LangChain Documents or LlamaIndex nodes; or a Chroma collection.
             ids: one per document; None takes the document's own id or, without one, a hash of its text.
             progress: whether to show a progress bar.
-            scope: tenant or user that owns the passages; None: that of `ctx_compress_rag.scope`, otherwise the store's.
+            scope: tenant or user that owns the passages; None: that of `ctx_compress_rag.scope`, else the store's.
                 Passages of the scope "default" can be read in every scope, those of another scope only in that scope.
 
         Raises:
@@ -174,8 +171,7 @@ class SoftContextStore(ProcessBound):
     def sync(self, collection: chromadb.Collection, progress: bool = True, scope: str | None = None) -> SyncReport:
         """Add, update and delete passages of the scope, so that they match the app's collection.
 
-        Records without a text are skipped. `scope` is the tenant or user whose passages the collection holds. Its
-        default, `progress` and the errors are those of `add`.
+        Records without a text are skipped. `progress`, `scope` and the errors are those of `add`.
         """
         before = self.ids(scope)  # before reading, so that passages that others store meanwhile stay
         passages = list(collection_passages(collection))
@@ -187,10 +183,9 @@ class SoftContextStore(ProcessBound):
     def ensure(self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None) -> list[str]:
         """Compress and store the texts that are not stored, and return each text's id in the store, in order.
 
-        This is `add`, with its defaults, for a retriever's results. An id may come twice. Metadata of an unchanged
-        text stay as stored. Texts stored in the scope "default" count as stored. There is no progress bar, and no
-        write lock is taken if nothing is missing. A stored passage stays if its id comes with another text (such as an
-        excerpt made for a question), and that text is stored beside it, under a hash of the text.
+        This is `add` for a retriever's results. An id may come twice. Metadata of an unchanged text stay as stored, and
+        texts of the scope "default" count as stored. If nothing is missing, no write lock is taken. If an id comes with
+        another text than the stored one, such as an excerpt, that text is stored beside it, under its hash.
         """
         scope, passages = self._scope(scope), listed_passages(texts, ids)
         places = self._places(passages, scope)

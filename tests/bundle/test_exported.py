@@ -52,7 +52,7 @@ print(json.dumps({"ids": prompt.ids().tolist(), "vectors": vectors, "quotes": le
 
 @pytest.fixture
 def exported(tiny_bundle: Bundle, tmp_path: Path) -> ExportedBundle:
-    write_exported_bundle(tiny_bundle, tmp_path, {"text": "0" * 64})
+    write_exported_bundle(tiny_bundle, tmp_path, {"text": "0" * 64}, tiny_bundle.window)
     return ExportedBundle(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_every_readers_map_has_the_same_vectors(
     with torch.no_grad():
         for parameter in bundle.reader.parameters():
             parameter.copy_(torch.randn_like(parameter))
-    write_exported_bundle(bundle, tmp_path, {})
+    write_exported_bundle(bundle, tmp_path, {}, bundle.window)
     exported = ExportedBundle(tmp_path)
     for soft in bundle.compress(list(PASSAGES.values())):
         expected = bundle.embed(soft)

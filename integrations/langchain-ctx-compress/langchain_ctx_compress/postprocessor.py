@@ -18,11 +18,9 @@ class CompressedContextPostprocessor(
     """A step that replaces retrieved documents' text by markers, sentences, or both, within a budget.
 
     Works wherever a document compressor is expected (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`),
-    and as a step of an LCEL chain, which has no question and therefore gets markers alone. The given documents are not
-    changed. Their copies keep class, ids, metadata and order; those with no share of the budget are left out, as by a
-    reranker. A document that was compressed before is compressed again from its text.
-
-    Put rerankers and filters before this step, because after it they read markers, which all look alike.
+    and as a step of an LCEL chain, which has no question and therefore gets markers alone. Returns copies, which keep
+    class, ids, metadata and order; documents with no share of the budget are left out, as by a reranker. Put rerankers
+    and filters before this step: after it, they would read markers.
 
     The options and errors are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`. The question
     is the `query` of `compress_documents`, which a `ContextualCompressionRetriever` passes. `llm.get_num_tokens` of the

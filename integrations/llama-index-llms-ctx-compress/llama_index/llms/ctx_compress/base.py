@@ -48,12 +48,12 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     If the tokenizer has a chat template, this is a chat model, and a completion prompt becomes one user message unless
     it is `formatted`. If not, `messages_to_prompt` and `completion_to_prompt` make plain prompts. Prompts without
-    markers are answered by the bundle's full-text decoder. The async methods let the event loop run. If a task is
-    canceled or a stream is closed early, the decoder stops after the token in progress.
+    markers are answered by the bundle's full-text decoder. If a task is canceled or a stream is closed early, the
+    decoder stops after the token in progress.
 
-    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of an answer can also be
-    given at each call, as in `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`,
-    `response.logprobs[i]` has the log-probability of token `i` first, then those of the likeliest others at its place.
+    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. A call may have options of its
+    answer, as in `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`, `response.logprobs[i]` has the
+    log-probability of token `i` first, then those of the likeliest others at its place.
 
     Raises ConfigError, too, if a message holds something other than text, or `max_tokens` cut a JSON answer.
     """

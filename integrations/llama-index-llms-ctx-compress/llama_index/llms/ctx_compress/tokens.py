@@ -18,9 +18,9 @@ _RESERVED = 500  # tokens that LlamaIndex keeps free for an answer that it refin
 def chat_memory(llm: CompressedContextLLM, token_limit: int | None = None, **options: Any) -> Memory:
     """Return a memory for LlamaIndex's chat engines, which counts a marker as its slots.
 
-    A chat engine fails with "Chunk size ... is not positive" if its history leaves no room for passages. By default,
-    LlamaIndex allows a history of the window less 256 tokens, and reserves 500 tokens besides `max_tokens`. Here, a
-    history may take half of what is not reserved, or `token_limit`. `options` go to `Memory.from_defaults`.
+    A chat engine fails with "Chunk size ... is not positive" if its history leaves no room for passages, as by
+    default it may. Here, a history takes at most half of the tokens that are not reserved for the answer, or
+    `token_limit`. `options` go to `Memory.from_defaults`.
 
     Raises ConfigError if nothing of the window is left.
     """
@@ -39,13 +39,11 @@ def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Calla
     """Return the decoder's tokenizer with one id for each slot of a marker, for `Settings.tokenizer`.
 
     With another tokenizer, LlamaIndex counts a marker's letters when it packs a prompt. Keep a passage's slots below
-    the chunk size that is left for context (and that of a `CitationQueryEngine`), because LlamaIndex cuts longer
-    passages, and half a marker is only text.
+    the chunk size (also that of a `CitationQueryEngine`): a longer one is cut, and half a marker is only text.
 
     Args:
         store: the store of the soft contexts.
-        scope: tenant or user whose markers count as slots; None takes the scope of
-            `ctx_compress_rag.scope`, or else the store's.
+        scope: tenant or user of the markers; None takes the scope of `ctx_compress_rag.scope`, else the store's.
     """
     preparer = PromptPreparer(store.bundle, store)
 

@@ -16,14 +16,12 @@ from llama_index.postprocessor.ctx_compress.nodes import is_text, own_text
 class CompressSoftContext(TransformComponent):
     """A step of ingestion that compresses nodes into a store, so that no question has to wait for compression.
 
-    Put it into an `IngestionPipeline` or an index's `transformations`, after the steps that change texts or ids
-    (splitters, extractors that rewrite), before or after the embedding. Nodes pass through unchanged. Texts that the
-    store already has are not compressed again. Nodes with images, sound or video, and blank nodes, are skipped, as by
-    `CompressedContextPostprocessor`. If you delete nodes from the index, call `SoftContextStore.delete`, too, because a
-    pipeline does not tell its steps.
+    Put it into an `IngestionPipeline` or an index's `transformations`, after the steps that change texts or ids. Nodes
+    pass through unchanged; those with images, sound or video, and blank ones, are skipped. If you delete nodes from the
+    index, call `SoftContextStore.delete`, too, because a pipeline does not tell its steps.
 
-    A pipeline's cache never skips this step, because a cached result would leave a new or emptied store without slots.
-    A cache on disk grows with each run; `disable_cache=True` prevents that.
+    A pipeline's cache never skips this step, because a new or emptied store would get no slots. A cache on disk grows
+    with each run; `disable_cache=True` prevents that.
 
     Args:
         store: the store that gets the soft contexts.
