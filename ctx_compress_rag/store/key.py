@@ -41,7 +41,7 @@ class StoreKey:
         if value is not None:
             key = value.encode("utf-8", "surrogateescape")
             if len(key) < MIN_KEY_BYTES:
-                wanted = f"a secret of {MIN_KEY_BYTES} or more (openssl rand -hex 32)"
+                wanted = f"a secret of at least {MIN_KEY_BYTES} (openssl rand -hex 32)"
                 raise StoreError(f"{KEY_VARIABLE} has {len(key)} bytes: set {wanted}, or unset it")
             return key
         if self._place.folder is not None:

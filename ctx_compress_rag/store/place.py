@@ -13,9 +13,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -51,69 +50,15 @@ _NAME = re.compile(rf"[a-zA-Z0-9][a-zA-Z0-9._-]{{1,{_LONGEST - 2}}}[a-zA-Z0-9]")
 Location = str | os.PathLike[str] | ClientAPI | chromadb.Collection
 
 
-class StorePlace(ABC):
-    """The place of Chroma collections. Use its context managers only within `shielded_from_interrupts` calls."""
+class StorePlace:
+    """The place of Chroma collections: a server, or memory, used through the app's own client.
+
+    Use its context managers only within `shielded_from_interrupts` calls.
+    """
 
     where: str  # the address, for messages
     remote = False  # whether it is on a server, so that other machines may use it, too
     folder: Path | None = None
-
-    @abstractmethod
-    def reading(self, timeout: float) -> AbstractContextManager[ClientAPI | None]:
-        """Return a context manager that gives a client to read with, or None if nothing was ever written.
-
-        Raises:
-            StoreLockedError: another process or thread held the folder's locks for `timeout` seconds.
-            StoreWriteError: this user may not write to the folder, as Chroma must even to read.
-            StoreError: Chroma failed, or did not answer for `timeout` seconds.
-        """
-
-    @abstractmethod
-    def writing(self, timeout: float) -> AbstractContextManager[ClientAPI]:
-        """Return a context manager that gives a client to write with. Raise StoreWriteError if that is impossible.
-
-        Raises StoreLockedError if another process or thread held the folder's locks for `timeout` seconds.
-        """
-
-    def check_writable(self, timeout: float) -> None:  # noqa: B027
-        """Raise the error that `writing` would, and create a missing folder with its lock files, but no store."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the Chroma engine that this library opened."""
-
-    def interrupted(self) -> bool:
-        """Whether a write was not finished, so that Chroma's index may lack records. Ask only while `reading`."""
-        return False
-
-    def generation(self) -> bytes:
-        """Return a value that changes with each write, b"" if it is unknown. Ask only while `reading`."""
-        return b""
-
-    def mended(self) -> None:  # noqa: B027
-        """Record, outside `reading` and `writing`, that Chroma's index lacks no record; `interrupted` turns False."""
-
-    def disk_bytes(self) -> int | None:
-        """Return the size of all files in bytes, or None if the place is not a folder."""
-        if self.folder is None:
-            return None
-        size = 0
-        for file in self.folder.rglob("*"):
-            with suppress(FileNotFoundError):  # SQLite's journal comes and goes
-                size += file.stat().st_size if file.is_file() else 0
-        return size
-
-    def _silent(self, seconds: float) -> StoreError:
-        fault = disk_fault(self.folder) if self.folder is not None else None
-        return (StoreWriteError if fault else StoreError)(
-            f"{self.where} has not answered for {seconds:g} seconds{f' ({fault})' if fault else ''}: check that its "
-            "disk has room and that nothing holds it up, then restart this process, which may keep the folder locked; "
-            "or wait longer (read_timeout)"
-        )
-
-
-class StoreServer(StorePlace):
-    """A Chroma server, or memory, used through the app's own client."""
 
     def __init__(self, client: ClientAPI) -> None:
         settings = client.get_settings()
@@ -125,17 +70,54 @@ class StoreServer(StorePlace):
         self._client = client
 
     @contextmanager
-    def reading(self, timeout: float) -> Iterator[ClientAPI]:
+    def reading(self, timeout: float) -> Iterator[ClientAPI | None]:
+        """Give a client to read with, or None if nothing was ever written.
+
+        Raises:
+            StoreLockedError: another process or thread held the folder's locks for `timeout` seconds.
+            StoreWriteError: this user may not write to the folder, as Chroma must even to read.
+            StoreError: Chroma failed, or did not answer for `timeout` seconds.
+        """
         with limit_wait(timeout, partial(self._silent, timeout)), raising_store_errors(self.where):
             yield self._client
 
     @contextmanager
     def writing(self, timeout: float) -> Iterator[ClientAPI]:
+        """Give a client to write with. Raise StoreWriteError if that is impossible.
+
+        Raises StoreLockedError if another process or thread held the folder's locks for `timeout` seconds.
+        """
         with raising_store_errors(self.where, writing=True):
             yield self._client
 
+    def check_writable(self, timeout: float) -> None:
+        """Raise the error that `writing` would, and create a missing folder with its lock files, but no store."""
+
     def close(self) -> None:
-        pass  # the client is the app's
+        """Close the Chroma engine that this library opened."""
+
+    def interrupted(self) -> bool:
+        """Whether a write was not finished, so that Chroma's index may lack records. Ask only while `reading`."""
+        return False
+
+    def generation(self) -> bytes:
+        """Return a value that changes with each write, b"" if it is unknown. Ask only while `reading`."""
+        return b""
+
+    def mended(self) -> None:
+        """Record, outside `reading` and `writing`, that Chroma's index lacks no record; `interrupted` turns False."""
+
+    def disk_bytes(self) -> int | None:
+        """Return the size of all files in bytes, or None if the place is not a folder."""
+        return None
+
+    def _silent(self, seconds: float) -> StoreError:
+        fault = disk_fault(self.folder) if self.folder is not None else None
+        return (StoreWriteError if fault else StoreError)(
+            f"{self.where} has not answered for {seconds:g} seconds{f' ({fault})' if fault else ''}: check that its "
+            "disk has room and that nothing holds it up, then restart this process, which may keep the folder locked; "
+            "or wait longer (read_timeout)"
+        )
 
 
 class StoreFolder(StorePlace):
@@ -200,6 +182,13 @@ class StoreFolder(StorePlace):
 
     def generation(self) -> bytes:
         return self._read_generation()[:-1]
+
+    def disk_bytes(self) -> int:
+        size = 0
+        for file in self.folder.rglob("*"):
+            with suppress(FileNotFoundError):  # SQLite's journal comes and goes
+                size += file.stat().st_size if file.is_file() else 0
+        return size
 
     @shielded_from_interrupts
     def mended(self) -> None:
@@ -316,7 +305,7 @@ def connect_store(location: Location | StorePlace) -> StorePlace:
         settings = chroma_settings(location)
         if settings.is_persistent and not settings.chroma_server_host:
             return StoreFolder(Path(settings.persist_directory), location.tenant, location.database)
-        return StoreServer(chroma_client(location) if isinstance(location, chromadb.Collection) else location)
+        return StorePlace(chroma_client(location) if isinstance(location, chromadb.Collection) else location)
     if not isinstance(location, str | os.PathLike):
         raise ConfigError(
             f"cannot keep a store in {type(location).__name__}: give a folder, a chromadb client (HttpClient, "
