@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from textwrap import shorten
 
 from tqdm.auto import tqdm
 
@@ -140,9 +139,9 @@ def _tables(corpus: DemoCorpus, systems: Sequence[DemoSystem], hits: list[list[I
     shown = [s for s in systems if s.ratio in (None, _SHOWN if _SHOWN in ratios else ratios[0])]
     answers = [
         {
-            "question": shorten(question.text, 46, placeholder="…"),
+            "question": _cut(question.text, 46),
             "expected": question.answers[0],
-            **{s.label: shorten(s.answers[i], 24, placeholder="…") for s in shown},
+            **{s.label: _cut(s.answers[i], 24) for s in shown},
             "read from": ", ".join(dict.fromkeys(hit.source for hit in found)),
         }
         for i, (question, found) in enumerate(zip(corpus.questions, hits, strict=True))
@@ -158,3 +157,8 @@ def _tables(corpus: DemoCorpus, systems: Sequence[DemoSystem], hits: list[list[I
         for s in systems
     ]
     return f"{markdown_table(answers)}\n\n{markdown_table(scores)}\n\npassages: {_LICENSE}"
+
+
+def _cut(text: str, most: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -114,8 +114,8 @@ class Marking:
         if budget is not None and budget < 1:
             raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
         if budget is not None or self.text_share:
-            ratio_of_slots = self.store.base_ratio
-            self.store.bundle.compressor.merge_factor(ratio_of_slots, ratio_of_slots)  # refuses RAM, which asks first
+            base = self.store.base_ratio
+            self.store.bundle.compressor.merge_factor(base, base)  # refuses a bundle that needs the question
         if ratio is not None:
             self.store.bundle.compressor.check_ratio(ratio, self.store.base_ratio)
         if self.on_missing not in get_args(OnMissing):
