@@ -61,7 +61,7 @@ test-vllm: $(VENV)/.dev-installed $(VLLM)/.installed
 
 # llama.cpp, in an environment of its own: its package compiles for ten minutes on two cores.
 test-llama-cpp: $(LLAMA_CPP)/.installed
-	$(LLAMA_CPP)/bin/python -m pytest -m llama_cpp tests/llama_cpp
+	LLAMA_CPP_SOURCE=$$(echo $(LLAMA_CPP)/llama_cpp_python-*/) $(LLAMA_CPP)/bin/python -m pytest -m llama_cpp tests/llama_cpp
 
 # Stores whose processes are killed, crowd one folder, or find its files damaged: benchmarks/crashes/README.md.
 crashes: $(VENV)/.dev-installed
@@ -123,4 +123,6 @@ $(VLLM)/.installed:
 $(LLAMA_CPP)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --upgrade-deps $(LLAMA_CPP)
 	$(LLAMA_CPP)/bin/python -m pip install -c constraints.txt $(ALL) -e '.[llama-cpp]' --group test
+	$(LLAMA_CPP)/bin/python -m pip download -c constraints.txt --no-deps --no-binary llama-cpp-python -d $(LLAMA_CPP) llama-cpp-python
+	tar -xzf $(LLAMA_CPP)/llama_cpp_python-*.tar.gz -C $(LLAMA_CPP)
 	touch $@

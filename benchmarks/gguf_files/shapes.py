@@ -23,6 +23,7 @@ _LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v
            "num_key_value_heads": 4}  # fmt: skip
 _DELTA = {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
           "linear_num_value_heads": 4, "num_hidden_layers": 4}  # fmt: skip
+_SECTIONS = _rope(rope_type="default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0])
 _STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 _SCALES = {"embedding_multiplier": 4.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
@@ -49,13 +50,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Arcee": ("Arcee", {}),
     "Qwen 2": ("Qwen2", {}),
     "Qwen 2, window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "Qwen 2 MoE": ("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
+    "Qwen 2 MoE": ("Qwen2Moe", _OWN_HEAD | _EXPERTS | {"shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
     "Qwen 3": ("Qwen3", {"head_dim": 32}),
     "Qwen 3, scaled (yarn)": ("Qwen3", _YARN),
     "Qwen 3 MoE": ("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True}),
     "Qwen3-Next": ("Qwen3Next", _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 32}),
-    "Qwen 3.5": ("Qwen3_5", _DELTA),
-    "Qwen 3.5 MoE": ("Qwen3_5Moe", _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "Qwen 3.5": ("Qwen3_5", _DELTA | _SECTIONS),
+    "Qwen 3.5 MoE": ("Qwen3_5Moe", _DELTA | _SECTIONS | _EXPERTS | {"shared_expert_intermediate_size": 32}),
     "Gemma": ("Gemma", {"head_dim": 16}),
     "Gemma 2": ("Gemma2", _GEMMA),
     "Gemma 2, 46 layers as 27B": ("Gemma2", _GEMMA | {"head_dim": 32, "num_hidden_layers": 46}),
@@ -71,8 +72,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi 3": ("Phi3", {"sliding_window": None}),
     "Phi 3, window": ("Phi3", {"sliding_window": 8}),
     "Phi 3, longrope": ("Phi3", {
-        "sliding_window": None, "original_max_position_embeddings": 32,
-        **_rope(rope_type="longrope", original_max_position_embeddings=32, **_FACTORS)}),
+        "sliding_window": None, "original_max_position_embeddings": 512, "max_position_embeddings": 1024,
+        **_rope(rope_type="longrope", original_max_position_embeddings=512, **_FACTORS)}),
     "SmolLM3": ("SmolLM3", {"num_hidden_layers": 4}),
     "SmolLM3, positions in every second layer": ("SmolLM3", {
         "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
@@ -85,13 +86,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64, "position_embedding_type": "nope"}),
     "OLMo 2": ("Olmo2", _OWN_HEAD),
     "OLMo 3": ("Olmo3", _OWN_HEAD | {"sliding_window": 8, "num_hidden_layers": 4, "layer_types": _SLIDING[2:]}),
-    "OLMoE": ("Olmoe", _OWN_HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}),
+    "OLMoE": ("Olmoe", _OWN_HEAD | {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+                                     "norm_topk_prob": False}),
     "Command R": ("Cohere", {"logit_scale": 0.25}),
     "Cohere 2": ("Cohere2", {"sliding_window": 8, "num_hidden_layers": 4, "logit_scale": 0.25, "rotary_pct": 1.0}),
     "EXAONE 4": ("Exaone4", {"sliding_window": None, "sliding_window_pattern": None,
                               "layer_types": ["full_attention"] * 2}),
-    "EXAONE 4, windows as 32B": ("Exaone4", {"sliding_window": 8, "sliding_window_pattern": 4, "num_hidden_layers": 4,
-                                              "layer_types": _SLIDING[2:]}),
+    "EXAONE 4, windows as 32B": ("Exaone4", {"sliding_window": 8, "sliding_window_pattern": 4, "num_hidden_layers": 64,
+                                              "layer_types": _SLIDING[2:] * 16}),
     "StableLM": ("StableLm", _OWN_HEAD | {"use_qkv_bias": True}),
     "StarCoder 2": ("Starcoder2", {"sliding_window": None}),
     "Nemotron": ("Nemotron", _OWN_HEAD | _HALF | {"head_dim": 16}),

@@ -1,6 +1,7 @@
 """One tiny model through llama.cpp's converter, back into transformers, and through llama.cpp."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import torch
 
 from benchmarks.gguf_files.shapes import tiny_model
 from ctx_compress_rag.decoding.engines.gguf_conversion import convert_checkpoint
+from ctx_compress_rag.decoding.engines.gguf_weights import UNLIKE, longest
 from ctx_compress_rag.decoding.engines.llama_cpp_proof import distance, scores_of, spread
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf_tensors import read_gguf
 
 _VOCABULARY = 1000
+_SIZE = 256
 _LENGTHS = (12, 40)  # the second is longer than the windows
-_LIKE = 0.02  # llama.cpp's memory is in half precision
 
 
 def tried(name: str, converter: Path, folder: Path) -> tuple[str, str]:
@@ -32,30 +34,31 @@ def tried(name: str, converter: Path, folder: Path) -> tuple[str, str]:
     except ConfigError as error:
         said = str(error).partition("it said: ")[2].partition(")")[0]
         return "-", f"refused: not converted ({said})"
-    expected = _logits(model)
-    found = None
+    size = longest(model.config, _SIZE) or _SIZE
+    lengths, found = sorted({min(length, size - 1) for length in _LENGTHS}), None
     try:
-        found = scores_of(file, "tiny", model.config.hidden_size, _VOCABULARY, 256, _LENGTHS)
-        in_llama_cpp = _verdict(found, expected)
+        found = scores_of(file, "tiny", model.config.hidden_size, _VOCABULARY, size, lengths)
+        in_llama_cpp = _verdict(found, _logits(model, lengths)) + ("" if size == _SIZE else f", to {size} positions")
     except ConfigError as error:
         in_llama_cpp = f"refused: {'ends the process' if 'ends' in str(error) else 'vectors'}"
     except BundleError as error:
         in_llama_cpp = f"refused: unreadable ({str(error).rpartition(': ')[2]})"
     try:
-        read = _logits(read_gguf(file)[1]().eval())
+        read = read_gguf(file)[1]().eval()
     except ValueError as error:
         return f"refused: {str(error).partition(':')[0].partition(' is not')[0]}", in_llama_cpp
-    if found is not None and _verdict(read, expected) != "right" == _verdict(read, found):
-        return "as the file, not as the model", in_llama_cpp
-    return _verdict(read, expected).replace("refused", "WRONG"), in_llama_cpp
+    in_transformers = _verdict(_logits(read), _logits(model)).replace("refused", "WRONG")
+    if found is not None and in_transformers != "right" == _verdict(_logits(read, lengths), found):
+        in_transformers = "as the file, not as the model"
+    return in_transformers, in_llama_cpp
 
 
 @torch.no_grad()
-def _logits(model: Any) -> list[Any]:
-    texts = [torch.tensor([spread(_VOCABULARY, length)]) for length in _LENGTHS]
+def _logits(model: Any, lengths: Sequence[int] = _LENGTHS) -> list[Any]:
+    texts = [torch.tensor([spread(_VOCABULARY, length)]) for length in lengths]
     return [model(ids).logits[0, -_LENGTHS[0] :].numpy() for ids in texts]
 
 
 def _verdict(found: list[Any], expected: list[Any]) -> str:
     off = max(distance(one, other) for one, other in zip(found, expected, strict=True))
-    return "right" if off <= _LIKE else f"refused: {off:.2g} off"
+    return "right" if off <= UNLIKE else f"refused: {off:.2g} off"

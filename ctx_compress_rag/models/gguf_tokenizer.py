@@ -30,7 +30,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-4o llama4 kanana2 minimax-m2": (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),),
     "deepseek-v3 hunyuan-dense": (r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK),
 }
-_BY_NAME = {name: splits for names, splits in _SPLITS.items() for name in names.split()}
+BY_NAME = {name: splits for names, splits in _SPLITS.items() for name in names.split()}
 # These take a whole piece that is a token, and begin a text with their first token unless the file says otherwise.
 _WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken", "glm4"}
 _BEGINS = _WHOLE - {"glm4"}
@@ -43,7 +43,7 @@ def gguf_tokenizer(file: Path, metadata: Mapping[str, Any]) -> Any:
 
     kind, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     sentencepiece = kind == "llama" and str(metadata["general.architecture"]).startswith("gemma")
-    if not sentencepiece and (kind != "gpt2" or name not in _BY_NAME):
+    if not sentencepiece and (kind != "gpt2" or name not in BY_NAME):
         raise ValueError(
             f"its tokenizer (tokenizer.ggml.model = {kind!r}, tokenizer.ggml.pre = {name!r}) is not one that is read "
             "from GGUF files: give tokenizer, the folder or hub id of the model's own, beside the file"
@@ -56,11 +56,11 @@ def gguf_tokenizer(file: Path, metadata: Mapping[str, Any]) -> Any:
             pre_tokenizers.Digits(individual_digits=True)
             if split == "digits"
             else pre_tokenizers.Split(Regex(split), behavior="isolated")
-            for split in _BY_NAME[str(name)]
+            for split in BY_NAME[str(name)]
         ]
         # GPT-2's own pattern, but for tokenizers that have another.
         gpt2 = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=splits == [] or "digits" in _BY_NAME[str(name)]
+            add_prefix_space=False, use_regex=splits == [] or "digits" in BY_NAME[str(name)]
         )
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, gpt2]) if splits else gpt2
         backend.model.ignore_merges = name in _WHOLE

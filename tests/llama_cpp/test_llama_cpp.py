@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gguf_files.trial import tried
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.engines.gguf_weights import export_for_llama_cpp
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext
@@ -307,12 +308,26 @@ def test_nothing_is_written_by_itself_for_a_decoder_of_another_format(tiny_bundl
     assert set(cache.rglob("*")) == before
 
 
+def llama_cpp_source() -> Path:
+    if "LLAMA_CPP_SOURCE" not in os.environ:
+        pytest.skip("set LLAMA_CPP_SOURCE to the source of llama-cpp-python")
+    return Path(os.environ["LLAMA_CPP_SOURCE"])
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [("Qwen 3.5", "right"), ("Granite hybrid", "right"), ("Mistral, window", "right, to 8 positions")],
+)
+def test_what_llama_cpps_own_converter_writes(name: str, verdict: str, tmp_path: Path) -> None:
+    """Layers that guess further tokens are not asked for, and recurrent layers keep their kind."""
+    read = "right" if verdict == "right" else "as the file, not as the model"
+    assert tried(name, llama_cpp_source(), tmp_path) == (read, verdict)
+
+
 def test_a_decoder_of_another_format_is_converted(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    """`LLAMA_CPP` is llama.cpp's source, which no package brings; export compares the scores with transformers'."""
+    """Export compares the scores with transformers'."""
     with pytest.raises(ConfigError, match="convert_hf_to_gguf.py.*pip download"):
         export_for_llama_cpp(tiny_bundle, tmp_path / "none", "F32", tmp_path)
-    if "LLAMA_CPP" not in os.environ:
-        pytest.skip("set LLAMA_CPP to llama.cpp's source")
-    export_for_llama_cpp(tiny_bundle, tmp_path / "made", "BF16", Path(os.environ["LLAMA_CPP"]))
+    export_for_llama_cpp(tiny_bundle, tmp_path / "made", "BF16", llama_cpp_source())
     answers = Decoder(tiny_bundle, engine="llama.cpp", weights=str(tmp_path / "made")).generate(["Who?"])
     assert answers[0].prompt_tokens

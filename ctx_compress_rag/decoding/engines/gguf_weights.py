@@ -36,7 +36,8 @@ GgufWeights = Literal["F32", "BF16", "Q8_0", "Q4_0"]
 
 _FTYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # llama.cpp's numbers
 _DIGEST = "general.description"  # a field that llama.cpp's own converter can write, too
-_UNLIKE = 0.05  # of the largest score: rounding of memory to half precision, of weights to bfloat16
+_NO_WINDOW = ("mistral", "phi3", "qwen2", "starcoder2")  # all of their layers attend to everything in llama.cpp
+UNLIKE = 0.05  # of the largest score: rounding of memory to half precision, of weights to bfloat16
 _ROUNDING = 0.01  # a bfloat16 decoder's weights, compared with its file's
 
 
@@ -94,7 +95,7 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16", co
     folder.mkdir(parents=True, exist_ok=True)
     decoder, digests = bundle.config.decoder, weights_digests(bundle)
     if not bundle.compressor.needs_question:
-        write_exported_bundle(bundle, folder, digests, longest(bundle))
+        write_exported_bundle(bundle, folder, digests, longest(bundle.backbone.config.get_text_config(), bundle.window))
     for side in digests:
         with TemporaryDirectory(dir=folder) as part:
             plain = Path(part, "f32.gguf")
@@ -110,14 +111,15 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16", co
             Path(part, "done.gguf").rename(folder / f"{side}.gguf")
 
 
-def longest(bundle: PlainDecoder) -> int | None:
+def longest(config: Any, window: int | None) -> int | None:
     """Return the most positions that llama.cpp reads as transformers does; None if there is no limit."""
-    config, window = bundle.backbone.config.get_text_config(), bundle.window
-    rope = getattr(config, "rope_parameters", None) or {}
+    limits, rope = [window], getattr(config, "rope_parameters", None) or {}
+    if config.model_type in _NO_WINDOW:
+        limits.append(config.sliding_window)
     if rope.get("rope_type") == "longrope" and rope["long_factor"] != rope["short_factor"]:
         # transformers takes the long factors for long prompts, llama.cpp for all if its memory is larger than this.
-        return int(rope["original_max_position_embeddings"]) - KEPT
-    return window
+        limits.append(rope["original_max_position_embeddings"] - KEPT)
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _check_convertible(bundle: Bundle, converter: Path | None) -> None:
@@ -157,7 +159,7 @@ def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
     """Raise ConfigError if llama.cpp has other scores than transformers, for a short text and one beyond windows."""
     backbone, own = bundle.backbone, bundle.reader.own
     config, size = backbone.config.get_text_config(), EngineOptions().context_size
-    size = min(size, longest(bundle) or size)
+    size = min(size, longest(config, bundle.window) or size)
     windows = (getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
     lengths = sorted({min(TOKENS + window, size - 1) for window in (0, *windows)})
     if lengths[0] < 1:
@@ -175,7 +177,7 @@ def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
             "'transformers', or vLLM"
         ) from error
     for length, ours, theirs in zip(lengths, found, expected, strict=True):
-        if (off := distance(ours, theirs)) > _UNLIKE:
+        if (off := distance(ours, theirs)) > UNLIKE:
             raise ConfigError(
                 f"llama.cpp computes {bundle.config.name!r} otherwise than transformers ({config.model_type}): after "
                 f"{length} tokens, scores differ by {off:.2g} of the largest: use the engine 'transformers', or vLLM"

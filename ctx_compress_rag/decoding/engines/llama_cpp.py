@@ -40,7 +40,7 @@ class LlamaCppEngine:
             )
 
             saved = saved_bundle(bundle)
-            most = longest(saved)
+            most = longest(saved.backbone.config.get_text_config(), saved.window)
             self._folder, self._digests = gguf_weights(saved, options.weights), weights_digests(saved)
             self._embeddings = saved.backbone.dim, saved.backbone.config.get_text_config().vocab_size
         self._size = min(options.context_size, most or options.context_size)

@@ -26,7 +26,7 @@ _BATCH = 512  # most positions in a pass
 KEPT = 256  # most tokens of a prompt's beginning that are kept for the next prompt
 # How an architecture treats embeddings, as transformers sees them: it multiplies tokens' by sqrt(dim) before the first
 # layer; llama.cpp does so with all embeddings that it is given ("all"), or with tokens only ("tokens").
-_SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens"}
+_SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens", "gemma4": "tokens"}
 
 
 def threads() -> int:

@@ -66,8 +66,9 @@ def scores_of(
             raise BundleError(said[0])
         remedy = "use the engine 'transformers', or vLLM"
         if child.returncode or not out.is_file():
+            failed = next((line for line in said if "GGML_ASSERT" in line), said[-1])
             raise ConfigError(
-                f"llama.cpp ends the process (exit code {child.returncode}; it said {said[-1]!r}) when {file} reads "
+                f"llama.cpp ends the process (exit code {child.returncode}; it said {failed!r}) when {file} reads "
                 f"vectors in place of tokens: {remedy}"
             )
         with np.load(out) as found:
