@@ -15,7 +15,8 @@ computation, or refused with a reason.
 - *Train*: every adapter moves, losses are those of prompts one by one, and a saved bundle compresses, reads and answers
   as before.
 - *Shared passes*: several callers' prompts are answered together, or one by one.
-- *vLLM*, *llama.cpp*: `export` writes weights with the right logits. Whether the engine knows the type is not tried.
+- *vLLM*, *llama.cpp*: `export` writes weights with the right logits. What llama.cpp runs:
+  [table](serving.md#decoders-in-gguf-files).
 
 """
 
