@@ -166,14 +166,18 @@ class Bundle(PlainDecoder):
         config, backbone, shipped = self.config, self.backbone, folder / DECODER_FOLDER
         self._folder = folder
         self.compressor.bundle_folder_known(folder)
-        backbone.when_loaded(partial(check_bundle_weights_unchanged, folder, weight_file_stamps(folder)))
+        unchanged = partial(check_bundle_weights_unchanged, folder, weight_file_stamps(folder))
+        backbone.when_loaded(unchanged)
+        if TEACHER in backbone.adapters:
+            backbone.when_used(TEACHER, unchanged)
         stored: dict[str, Mapping[str, Tensor]] = {}
         for part, module in self.parts.items():
             stored[part] = own = read_bundle_tensors(folder / part / WEIGHTS_FILE)
             module.load_saved_state(own)
             if part in backbone.adapters:
                 stored[f"{part} adapter"] = adapters.get(part) or read_adapter_tensors(folder / part)
-                backbone.when_loaded(partial(_load_adapter, backbone, part, folder / part))
+                backbone.when_used(part, unchanged)
+                backbone.when_used(part, partial(_load_adapter, backbone, part, folder / part))
         if config.decoder is None:
             stored[DECODER_FOLDER] = read_decoder_tensors(shipped)
         decoder = decoder_digest(config, backbone, shipped)
@@ -352,7 +356,7 @@ def _load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
 def add_teacher(backbone: Backbone, folder: Path) -> None:
     """Add the peft adapter in `folder` to a decoder, as full-text teacher. Raise BundleError if it holds no adapter.
 
-    The adapter is loaded with the decoder's weights, and raises BundleError then if it does not fit the decoder.
+    The adapter is loaded when it is first used, and raises BundleError then if it does not fit the decoder.
     """
     if not (folder / ADAPTER_CONFIG_FILE).exists():
         raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
@@ -365,13 +369,13 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
             backbone.add_adapter(TEACHER, lambda: LoraConfig.from_pretrained(str(folder)))
             _load_adapter(backbone, TEACHER, folder)
         except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
-            decoder = type(backbone.model).__name__
+            decoder = type(backbone.base).__name__
             raise BundleError(
                 f"the teacher {str(folder)!r} does not fit the decoder, a {decoder} ({error}): give one trained on it"
             ) from error
 
     backbone.adapters.add(TEACHER)
-    backbone.when_loaded(add)
+    backbone.when_used(TEACHER, add)
 
 
 def _save(bundle: Bundle, folder: Path, *, int8: bool) -> None:

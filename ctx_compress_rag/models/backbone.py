@@ -1,7 +1,7 @@
 """The decoder's weights, shared by everything that uses them, with named LoRA adapters on top."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ class Backbone:
         self.adapter_layers: dict[str, list[str]] = {}  # by full names, of adapters that come from files
         self.left_out: dict[str, dict[str, str]] = {}  # of adapters made here: layers that take none, and why
         self._when_loaded: list[Callable[[], None]] = []
+        self._when_used: dict[str, list[Callable[[], None]]] = {}  # of adapters that are not made yet
         self._inputs: DecoderInputs | None = None
         self._trained: set[str] = set()
         self._active: Mapping[str, float] = {}
@@ -43,8 +44,11 @@ class Backbone:
         return not isinstance(self._model, UnloadedModel)
 
     @property
-    def model(self) -> Any:
-        """Return the causal LM, loaded at first use, its own weights frozen. Raise BundleError if loading fails."""
+    def base(self) -> Any:
+        """Return the causal LM, loaded at first use, its own weights frozen, with the adapters that are made so far.
+
+        Raises BundleError if loading fails.
+        """
         if not self.loaded:
             with self.lock, torch.inference_mode(False):  # the caller's mode must not make its weights untrainable
                 unloaded = self._model
@@ -59,12 +63,44 @@ class Backbone:
                     self._when_loaded.clear()
         return self._model
 
+    @property
+    def model(self) -> Any:
+        """Return `base` with all adapters."""
+        return self._with(list(self._when_used))
+
+    def _with(self, adapters: Iterable[str]) -> Any:
+        """Return `base` once these adapters are made."""
+        base = self.base
+        for name in adapters:
+            if name in self._when_used:
+                with self.lock, torch.inference_mode(False):
+                    changes = self._when_used.get(name, [])
+                    self._when_used[name] = []  # while they run: other threads wait for the lock
+                    try:
+                        for change in changes:
+                            change()
+                    except BaseException:
+                        self._when_used[name] = changes
+                        raise
+                    self._when_used.pop(name, None)
+        return base
+
     def when_loaded(self, change: Callable[[], None]) -> None:
         """Call `change`, which changes the model: now if the model is in memory, else as soon as it is loaded."""
         if self.loaded:
             change()
         else:
             self._when_loaded.append(change)
+
+    def when_used(self, name: str, change: Callable[[], None]) -> None:
+        """Call `change`, which makes the adapter `name` or loads it, as soon as the adapter is used.
+
+        If the model is in memory, and the adapter does not wait for its use, that is now.
+        """
+        if self.loaded and not self._when_used.get(name):
+            change()
+        else:
+            self._when_used.setdefault(name, []).append(change)
 
     @property
     def config(self) -> Any:
@@ -99,12 +135,12 @@ class Backbone:
 
     @property
     def embeddings(self) -> Any:
-        return self.model.get_input_embeddings()
+        return self.base.get_input_embeddings()
 
     @property
     def inputs(self) -> DecoderInputs:
         """What the decoder reads in place of token ids."""
-        self._inputs = self._inputs or DecoderInputs(self.model)
+        self._inputs = self._inputs or DecoderInputs(self.base)
         return self._inputs
 
     def copy_model(self) -> Any:
@@ -118,13 +154,13 @@ class Backbone:
         return model.eval().requires_grad_(False)
 
     def add_adapter(self, name: str, config: Callable[[], Any], layers: int | None = None) -> None:
-        """Make an untrained, frozen, inactive LoRA adapter once the model is loaded; `config` gives its LoraConfig.
+        """Make an untrained, frozen, inactive LoRA adapter when it is used; `config` gives its LoraConfig.
 
         It adapts what `lora_places` chooses in the decoder's first `layers` layers (None: all), or, if
         `adapter_layers` has the adapter, the layers of its file.
         """
         self.adapters.add(name)
-        self.when_loaded(lambda: self._inject(name, config(), layers))
+        self.when_used(name, lambda: self._inject(name, config(), layers))
 
     def _inject(self, name: str, config: Any, layers: int | None) -> None:
         from peft import inject_adapter_in_model
@@ -132,11 +168,11 @@ class Backbone:
         from ctx_compress_rag.models.adapted import shorten_forward
 
         if (stored := self.adapter_layers.get(name)) is None:
-            places = lora_places(self.model, config.target_modules, layers)
+            places = lora_places(self.base, config.target_modules, layers)
             config.target_modules, config.target_parameters = places.layers, places.experts
             self.left_out[name] = places.left_out
         else:
-            experts = {weight: weight.rpartition(".")[0] for weight in fused_experts(self.model)}
+            experts = {weight: weight.rpartition(".")[0] for weight in fused_experts(self.base)}
             named = {weight for weight in experts if is_wanted(weight, config.target_modules)}
             config.target_parameters = [*(config.target_parameters or ()), *sorted(named)]
             config.target_modules = [layer for layer in stored if layer not in experts.values()]
@@ -144,10 +180,10 @@ class Backbone:
         empty = stored is not None and not config.use_dora
         # In a list without a config: by a decoder's type, peft would take names of layers for those of experts, and
         # refuse layers that are not adapted here anyway.
-        inject_adapter_in_model(config, nn.ModuleList([self.model]), adapter_name=name, low_cpu_mem_usage=empty)
-        self.model.peft_config = {**getattr(self.model, "peft_config", {}), name: config}
-        self.model.eval()
-        self._tuned = [layer for _, layer in tuner_layers(self.model)]
+        inject_adapter_in_model(config, nn.ModuleList([self.base]), adapter_name=name, low_cpu_mem_usage=empty)
+        self.base.peft_config = {**getattr(self.base, "peft_config", {}), name: config}
+        self.base.eval()
+        self._tuned = [layer for _, layer in tuner_layers(self.base)]
         for layer in self._tuned:
             shorten_forward(layer)
         self._plans.clear()
@@ -174,7 +210,7 @@ class Backbone:
         for adapter in shares.keys() - self.adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self.adapters)}")
         with self.lock:
-            model = self.model
+            model = self._with(shares)
             previous = self._active
             if shares != previous:
                 self._activate(shares)
@@ -207,7 +243,7 @@ class Backbone:
 
     def _freeze(self) -> None:
         """Make what is being trained trainable, and nothing else."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.base.named_parameters():
             parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))
 
     def embedding_rms(self) -> float:
@@ -234,13 +270,13 @@ class Backbone:
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Return the weights of the existing adapter `name`, on the CPU, by the names that peft's files use."""
-        weights = {key: self.model.get_parameter(own) for key, own in self._adapter_weights(name).items()}
+        weights = {key: self.base.get_parameter(own) for key, own in self._adapter_weights(name).items()}
         return {key: value.detach().cpu().contiguous() for key, value in weights.items()}
 
     def load_adapter_state(self, name: str, state: Mapping[str, Tensor]) -> None:
         """Load an `adapter_state` into the existing adapter `name`; raise BundleError if names or shapes differ."""
         names = self._adapter_weights(name)
-        expected = {key: self.model.get_parameter(own) for key, own in names.items()}
+        expected = {key: self.base.get_parameter(own) for key, own in names.items()}
         if odd := sorted(state.keys() ^ expected.keys()):
             raise BundleError(f"adapter {name!r} does not fit this decoder: {len(odd)} keys differ, such as {odd[0]}")
         for key, value in state.items():
@@ -255,12 +291,12 @@ class Backbone:
                     weight.copy_(state[key])
                     continue
                 layer, _, _ = names[key].partition(".lora_")
-                base = next(self.model.get_submodule(layer).get_base_layer().parameters())
+                base = next(self.base.get_submodule(layer).get_base_layer().parameters())
                 dtype = base.dtype if base.is_floating_point() else torch.float32
                 # A copy: a file that is mapped into memory may be written again.
                 value = state[key].to(base.device, dtype, copy=True)
                 owner, _, last = names[key].rpartition(".")
-                setattr(self.model.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
+                setattr(self.base.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
         self._plans.clear()
         self._activate(self._active)
 
@@ -268,5 +304,6 @@ class Backbone:
         """Return the full name of each weight of an adapter, by the name that peft's files use."""
         # peft's own functions would rename, for some decoders, when saving and not when loading, or the reverse.
         own = re.compile(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)")
-        weights = {own.sub(r"\1", name): name for name, _ in self.model.named_parameters() if own.search(name)}
+        names = [name for name, _ in self._with([adapter]).named_parameters() if own.search(name)]
+        weights = {own.sub(r"\1", name): name for name in names}
         return {f"{PEFT_PREFIX}{key.replace('_vector.weight', '_vector')}": name for key, name in weights.items()}

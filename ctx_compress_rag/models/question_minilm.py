@@ -1,7 +1,7 @@
 """The packaged MiniLM in NumPy, for a question: no torch has to be imported, and a question takes milliseconds."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,21 @@ class QuestionMiniLm:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(_MOST)
-        self._weights = mapped_weights(folder / "model.safetensors")
+        self._file = folder / "model.safetensors"
 
     def encode(self, texts: Sequence[str], **unused: object) -> Floats:
         """Return unit vectors of texts, (texts, 384)."""
-        return np.array([self._vector(each.ids) for each in self._tokenizer.encode_batch(list(texts))], np.float32)
+        encoded, bert = self._tokenizer.encode_batch(list(texts)), _Bert(mapped_weights(self._file))
+        return np.array([bert.vector(each.ids) for each in encoded], np.float32)
 
-    def _vector(self, ids: list[int]) -> Floats:
+
+class _Bert:
+    """The layers; not kept between questions, so that the 50 MB of the file's pages do not stay the process's."""
+
+    def __init__(self, weights: Mapping[str, Floats]) -> None:
+        self._weights = weights
+
+    def vector(self, ids: list[int]) -> Floats:
         word, place, kind = (self._weights[f"embeddings.{name}_embeddings.weight"] for name in _TABLES)
         x = self._norm(word[ids] + place[: len(ids)] + kind[0], "embeddings")
         for layer in range(_LAYERS):

@@ -91,7 +91,7 @@ class PromptTokenizer:
 
         self.tokenizer = tokenizer
         self.hole, self._cut = (f"<|{name}_{secrets.token_hex(8)}|>" for name in ("soft_context", "cut"))
-        self._with_hole = copy.deepcopy(tokenizer)
+        self._with_hole = _copy(tokenizer)
         added = [AddedToken(name, special=True, normalized=False) for name in (self.hole, self._cut)]
         self._with_hole.add_tokens(added, special_tokens=True)
         self._hole_id, self._cut_id = self._with_hole.convert_tokens_to_ids([self.hole, self._cut])
@@ -121,3 +121,14 @@ class PromptTokenizer:
             )
         bounds = [-1, *holes, len(ids)]
         return [ids[a + 1 : b] for a, b in pairwise(bounds)]
+
+
+def _copy(tokenizer: Any) -> Any:
+    """Return a copy to add tokens to. It shares the vocabulary, which would take half a second to copy."""
+    backend = tokenizer.backend_tokenizer
+    shared = type(backend)(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (own := getattr(backend, part)) is not None:
+            setattr(shared, part, own)
+    shared.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items())])
+    return copy.deepcopy(tokenizer, {id(backend): shared})

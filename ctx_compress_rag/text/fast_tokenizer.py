@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -41,7 +42,9 @@ class FastTokenizer:
         return int(self.backend_tokenizer.get_vocab_size())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastTokenizer:
-        return FastTokenizer(self.backend_tokenizer.to_str(), self.special_tokens_map, self.chat_template)
+        made = copy.copy(self)
+        made.backend_tokenizer = copy.deepcopy(self.backend_tokenizer, memo)
+        return made
 
     def __call__(self, text: str, add_special_tokens: bool = True, **unused: Any) -> dict[str, Any]:
         [encoded] = self.backend_tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)

@@ -382,6 +382,20 @@ def test_what_needs_no_weights_loads_none(folder: Path, tmp_path: Path) -> None:
     assert opened.fingerprint == whole.fingerprint and not opened.backbone.loaded
 
 
+def test_an_adapter_is_made_when_it_is_used(folder: Path) -> None:
+    backbone, whole = (Bundle.from_pretrained(folder, device="cpu").backbone for _ in range(2))
+    ids = torch.tensor([[5, 6, 7]])
+
+    def made() -> set[str]:
+        return {part for part in backbone.adapters for n, _ in backbone.base.named_parameters() if f".{part}." in n}
+
+    assert made() == set()
+    with torch.inference_mode(), backbone.use("reader") as model, whole.use("reader") as other:
+        assert whole.model and made() == {"reader"}
+        assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits)
+    assert backbone.model is backbone.base and made() == backbone.adapters > {"reader"}
+
+
 def test_weights_loaded_while_compressing_can_be_trained(folder: Path) -> None:
     bundle = Bundle.from_pretrained(folder, device="cpu")
     bundle.compress([TEXT])

@@ -154,6 +154,22 @@ def test_a_prompts_beginning_is_kept(opened: tuple[str, Any, LlamaCppContext], m
     assert read == [34, 5, 1]
 
 
+def test_memory_that_grows_keeps_what_sequences_have(tmp_path: Path) -> None:
+    model, file = tiny_model("Llama"), tmp_path / "tiny.gguf"
+    write_gguf(model, file, description="right")
+    context, ids = LlamaCppContext(file, "right", 64, model.config.vocab_size, 4000, 2), random_ids("Llama", [20, 900])
+    context.read([(1, prompt_of(ids[0]))])
+    for room in (600, 1400):
+        context.make_room(room)
+        [found] = context.step([(1, 20, 7)])
+        expected = scores(model, [ids[0], torch.tensor([7])])
+        torch.testing.assert_close(torch.as_tensor(found), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+        context._llama.llama_memory_seq_rm(context._memory, 1, 20, -1)
+    [found] = context.read([(0, prompt_of(ids[1]))])
+    expected = scores(model, [ids[1]])
+    torch.testing.assert_close(torch.as_tensor(found), expected, atol=0.02 * float(expected.abs().max()), rtol=0)
+
+
 def test_what_would_end_the_process_is_refused(opened: tuple[str, Any, LlamaCppContext]) -> None:
     _, model, context = opened
     size = model.config.vocab_size

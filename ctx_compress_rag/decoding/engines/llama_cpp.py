@@ -99,8 +99,7 @@ class _Sequences(DecodingGroup):
         self._numbers: dict[DecodingRequest, int] = {}
 
     def has_room(self, row: DecodingRequest, running: Sequence[DecodingRequest]) -> bool:
-        positions = sum(each.prompt.length + each.answering.limit for each in (*running, row))
-        return super().has_room(row, running) and positions <= self._context.size
+        return super().has_room(row, running) and _positions([*running, row]) <= self._context.size
 
     def advance(self, turn_ends: Callable[[int], bool]) -> None:
         new, self.new = self.new, []
@@ -108,6 +107,7 @@ class _Sequences(DecodingGroup):
         for row in new:
             self._numbers[row] = min(set(range(row.most)).difference(self._numbers.values()))
         if new:
+            self._context.make_room(_positions(self.rows))
             self._take(new, self._context.read([(self._numbers[row], row.prompt) for row in new]))
         if self.rows:
             self._take(self.rows, self._context.step([(self._numbers[row], *row.last) for row in self.rows]))
@@ -121,3 +121,7 @@ class _Sequences(DecodingGroup):
             if not goes_on:
                 self._context.drop(self._numbers.pop(row))
                 self.rows.remove(row)
+
+
+def _positions(rows: Sequence[DecodingRequest]) -> int:
+    return sum(row.prompt.length + row.answering.limit for row in rows)

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _LOG_ERROR = 4  # llama.cpp's number of the level
 _BATCH = 512  # most positions in a pass
 KEPT = 256  # most tokens of a prompt's beginning that are kept for the next prompt
+_FIRST = 512  # positions that there is memory for at first
 # How an architecture treats embeddings, as transformers sees them: it multiplies tokens' by sqrt(dim) before the first
 # layer; llama.cpp does so with all embeddings that it is given ("all"), or with tokens only ("tokens").
 _SCALED = {"gemma": "all", "gemma2": "all", "gemma3": "tokens", "gemma4": "tokens"}
@@ -56,7 +57,8 @@ class LlamaCppContext:
     """A GGUF file's model with memory for several sequences, until `close()`; one thread at a time may use it.
 
     `digest` is what the file's field `general.description` must say, `dim` and `vocabulary` are the shape of its token
-    embeddings. At most `sequences` sequences may have at most `size` positions together.
+    embeddings. At most `sequences` sequences may have at most `size` positions together, once `make_room` has made
+    memory for them: 8,192 positions of a small decoder take as much as its weights.
     """
 
     def __init__(self, file: Path, digest: str, dim: int, vocabulary: int, size: int, sequences: int) -> None:
@@ -81,16 +83,12 @@ class LlamaCppContext:
         treated = _SCALED.get(self._about("general.architecture"), "")
         self._vector_scale = dim**-0.5 if treated == "all" else 1.0
         self._row_scale = dim**0.5 if treated == "tokens" else 1.0
-        options = llama.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = size + KEPT, max(_BATCH, sequences), _BATCH
-        options.n_seq_max, options.kv_unified = sequences + 1, True
-        options.n_threads = options.n_threads_batch = threads()
-        self._context = context = llama.llama_init_from_model(model, options)
-        if context is None:
-            raise DecoderMemoryError(f"llama.cpp has too little memory for context_size={size}: give a smaller one")
-        frees.callback(llama.llama_free, context)
-        self._memory = llama.llama_get_memory(context)
         self.size, self._dim, self._vocabulary, self._sequences = size, dim, vocabulary, sequences
+        self._kept: list[int] = []
+        self._opened: list[Any] = []
+        frees.callback(_free, self._opened)
+        self._context, self._room = self._open(min(size, _FIRST))
+        self._memory = llama.llama_get_memory(self._context)
         # A vector in a multimodal decoder (M-RoPE) has four positions, for which a longer batch has room.
         multimodal = llama.LLAMA_ROPE_TYPE_MROPE, getattr(llama, "LLAMA_ROPE_TYPE_IMROPE", 40)
         self._axes = 4 if llama.llama_model_rope_type(model) in multimodal else 1
@@ -100,7 +98,35 @@ class LlamaCppContext:
             frees.callback(llama.llama_batch_free, batch)
         # A recurrent state is of the whole text, so none of its beginning can be kept.
         self._keeps = not (llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model))
-        self._kept: list[int] = []
+
+    def make_room(self, positions: int) -> None:
+        """Have memory for so many positions of all sequences, which keep what they have. Raise DecoderMemoryError."""
+        if positions <= self._room:
+            return
+        llama, old = self._llama, self._context
+        context, self._room = self._open(min(self.size, max(positions, 2 * self._room)))
+        for number in range(self._sequences):
+            if llama.llama_memory_seq_pos_max(self._memory, number) >= 0:
+                state = (ctypes.c_uint8 * llama.llama_state_seq_get_size(old, number))()
+                llama.llama_state_seq_get_data(old, state, len(state), number)
+                if not llama.llama_state_seq_set_data(context, state, len(state), number):
+                    raise CtxCompressError(f"llama.cpp could not move the {len(state)} bytes of a sequence's state")
+        self._context, self._memory, self._kept = context, llama.llama_get_memory(context), []
+        self._opened.remove(old)
+        llama.llama_free(old)
+
+    def _open(self, room: int) -> tuple[Any, int]:
+        options = self._llama.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = room + KEPT, max(_BATCH, self._sequences), _BATCH
+        options.n_seq_max, options.kv_unified = self._sequences + 1, True
+        options.n_threads = options.n_threads_batch = threads()
+        context = self._llama.llama_init_from_model(self._model, options)
+        if context is None:
+            raise DecoderMemoryError(
+                f"llama.cpp has too little memory for {room} positions: give a smaller context_size"
+            )
+        self._opened.append(context)
+        return context, room
 
     def check(self, prompt: Prompt) -> None:
         """Raise ConfigError for slots of another width, and for tokens that are not in the vocabulary."""
@@ -147,6 +173,7 @@ class LlamaCppContext:
 
         Shape: ids (tokens,) -> (tokens, vocabulary), the scores of the token after each
         """
+        self.make_room(len(ids))
         inputs, scores = self._rows(ids) if vectors else ids, []
         for at in range(0, len(ids), _BATCH):
             part = inputs[at : at + _BATCH]
@@ -219,6 +246,11 @@ class LlamaCppContext:
         rows = [self._llama.llama_get_logits_ith(self._context, at) for at in np.flatnonzero(wanted).tolist()]
         scores = [np.ctypeslib.as_array(row, (self._vocabulary,)) for row in rows]
         return np.array(scores, np.float32).reshape(-1, self._vocabulary)
+
+
+def _free(contexts: list[Any]) -> None:
+    while contexts:
+        load_llama_cpp().llama_free(contexts.pop())
 
 
 def _beginning(prompt: Prompt) -> list[int]:

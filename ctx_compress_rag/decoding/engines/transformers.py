@@ -29,7 +29,7 @@ class TransformersEngine:
 
     def __init__(self, bundle: PlainDecoder, options: EngineOptions) -> None:
         self._bundle = bundle
-        _ = bundle.backbone.model  # loaded now rather than by the first question
+        _ = bundle.backbone.base  # loaded now rather than by the first question
         self.batch_size, self._merge = options.batch_size, options.merge
         if self._merge and (not (isinstance(bundle, Bundle) and bundle.reader.mergeable) or bundle.backbone.quantized):
             raise ConfigError("merge=True: only a reader with LoRA on weights that are not quantized can be merged")
@@ -58,7 +58,7 @@ class TransformersEngine:
             requests.append(DecodingRequest(model, prompt, answering, put, canceled, self.batch_size))
         if backbone.lock.held:  # another thread would wait for this one forever
             _answer_alone(requests)
-        elif can_share_cache(backbone.model):
+        elif can_share_cache(backbone.base):
             with _MAKING:
                 scheduler = _SCHEDULERS.setdefault(backbone, DecodingScheduler(DecodingBatch))
             scheduler.add(sorted(requests, key=lambda each: (each.prompt.side, each.prompt.length)))

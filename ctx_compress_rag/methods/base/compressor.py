@@ -268,5 +268,5 @@ class TrunkCompressor(Compressor):
     @contextmanager
     def trunk(self) -> Iterator[Any]:
         """Yield the encoder, a transformers model without a head, locked for this thread within the context."""
-        with self.backbone.use(self.part if self.tune.mode == "lora" else None):
-            yield self._of(self.backbone.model) if self.encoder is None else self.encoder
+        with self.backbone.use(self.part if self.tune.mode == "lora" else None) as model:
+            yield self._of(model) if self.encoder is None else self.encoder
