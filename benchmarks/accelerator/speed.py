@@ -6,12 +6,14 @@ import sys
 import tempfile
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
 from benchmarks.timing.concurrency import concurrency, endless
-from benchmarks.timing.speed import random_bundle, seconds_of
+from benchmarks.timing.speed import seconds_of
 from benchmarks.world import BUNDLE
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.marking.mark import mark_texts
@@ -38,7 +40,7 @@ def measure(shape: str) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLE / "decoder")
-    bundle = random_bundle(tokenizer, SHAPES[shape])
+    bundle = _random_bundle(tokenizer, SHAPES[shape])
     rng, found = random.Random(0), dict[str, float]()
     passages = [str(tokenizer.decode(rng.choices(range(300, 1000), k=256))) for _ in range(8)]
     with tempfile.TemporaryDirectory() as folder, SoftContextStore(folder, bundle) as store, endless(bundle):
@@ -55,6 +57,38 @@ def measure(shape: str) -> dict[str, float]:
     if torch.cuda.is_available():
         found["most memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
     return found
+
+
+def _random_bundle(tokenizer: Any, shape: tuple[int, int, int, int]) -> Bundle:
+    """A mean-pooling bundle on a Llama with random weights, for timing only; `shape` is as in `SHAPES`."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from ctx_compress_rag.bundle.config import BundleConfig
+    from ctx_compress_rag.methods.mean_pooling import MeanPoolingConfig
+    from ctx_compress_rag.models.backbone import Backbone
+    from ctx_compress_rag.models.loading import choose_device
+
+    device, dtype = choose_device()
+    torch.manual_seed(0)
+    width, inner, layers, heads = shape
+    llama = LlamaConfig(
+        vocab_size=max(32_000, len(tokenizer)),
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(llama, dtype=dtype)
+    config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], window=1024)
+    bundle = Bundle.build(config, Backbone(model.eval(), tokenizer))
+    bundle.reader.initialize(1.0)
+    return bundle
 
 
 if __name__ == "__main__":

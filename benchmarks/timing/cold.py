@@ -40,17 +40,19 @@ def process_cost(command: Sequence[str]) -> Cost:
 
 
 def cold_commands(index: str, question: str, digest: str, engines: Sequence[str]) -> dict[str, list[str]]:
-    """Return the script with a GGUF decoder's weights in safetensors, and `ask` with each engine.
+    """Return the script with a GGUF decoder's weights in safetensors, `ask` with each engine, help, and the import.
 
     `digest` is the file's SHA-256, under which the library keeps the unpacked weights after their first use.
     """
     kept = Path(cached_assets_path("ctx_compress_rag", "gguf")).glob(f"{digest}-*")
     decoder = max(kept, key=lambda folder: folder.stat().st_mtime)  # other versions have the same weights
-    ask = [sys.executable, "-m", "ctx_compress_rag.cli", "ask", question, "--index", index]
+    command = [sys.executable, "-m", "ctx_compress_rag.cli"]
+    ask = [*command, "ask", question, "--index", index]
     commands = {
         "script": [sys.executable, str(Path(__file__).with_name("full_text.py")), str(decoder), index, question]
     }
-    return commands | {f"ask, {engine}": [*ask, "--engine", engine] for engine in engines}
+    commands |= {f"ask, {engine}": [*ask, "--engine", engine] for engine in engines}
+    return commands | {"--help": [*command, "--help"], "import": [sys.executable, "-c", "import ctx_compress_rag"]}
 
 
 def cold_table(commands: Mapping[str, Sequence[str]], rounds: int) -> tuple[str, dict[str, list[Cost]]]:

@@ -28,25 +28,18 @@ def time_index(
     bundle: AnyBundle = str(BUNDLE),
     passages: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum to index.")] = 2000,
     tokens: Tokens = 256,
-    ratio: Annotated[int, typer.Option(metavar="R", help="Ratio of the first token.")] = 16,
     output: Output = "ctx-compress-bench",
 ) -> None:
-    """Time indexing against the bare encoder, and the first token from soft contexts against full text's.
-
-    The first token is timed with four passages and a decoder of about 110 M parameters with random weights.
-    """
+    """Time indexing against compressing alone, of the same passages in turn."""
     import tempfile
     from dataclasses import asdict
 
-    from benchmarks.timing.speed import first_token, indexing_speed, random_bundle, speed_table
+    from benchmarks.timing.speed import indexing_speed, speed_table
 
     opened, chunks = _open(text, bundle, tokens)
     with tempfile.TemporaryDirectory() as folder:
         speed = indexing_speed(opened, chunks[:passages], folder)
-    longest = sorted(chunks[:passages], key=len)[-4:]
-    first = first_token(random_bundle(opened.tokenizer), longest, [ratio])[ratio]
-    record = {"indexing": asdict(speed), "first_token": asdict(first), "ratio": ratio}
-    _report(output, "bench", speed_table(speed, first, ratio), record)
+    _report(output, "bench", speed_table(speed), asdict(speed))
 
 
 @command("book.txt --callers 8", lab)
@@ -136,12 +129,10 @@ def time_question(
     prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Passages retrieved.")] = 4,
     output: Output = "ctx-compress-bench",
 ) -> None:
-    """Count what a question reads from the store, and time it up to the prompt: marking, then preparing."""
+    """Count what a question reads from the store up to the prompt: to mark passages, then to prepare."""
     import tempfile
-    from statistics import median
 
     from benchmarks.timing.cold import chroma_reads
-    from benchmarks.timing.speed import seconds_of
     from ctx_compress_rag.decoding.preparer import PromptPreparer
     from ctx_compress_rag.evaluation import report
     from ctx_compress_rag.evaluation.answering import question_chat
@@ -159,9 +150,8 @@ def time_question(
                 shown = mark_texts(store, longest, token_budget=None, question=question)
                 preparer.prepare([question_chat(opened.config.template, shown, asked)], extractive=True)
 
-            read, seconds = chroma_reads(store, ask), median(seconds_of(ask) for _ in range(9))
-            row = {"gets": str(len(read)), "kB": f"{sum(read) / 1e3:.0f}", "ms": f"{seconds * 1e3:.0f}"}
-            rows.append({"prompt": name, **row})
+            read = chroma_reads(store, ask)
+            rows.append({"prompt": name, "gets": str(len(read)), "kB": f"{sum(read) / 1e3:.0f}"})
     _report(output, "question", report.markdown_table(rows), rows)
 
 

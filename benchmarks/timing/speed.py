@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from statistics import median
-from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from benchmarks.timing.phases import measured
@@ -26,7 +24,7 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, questi
 FIRST_TOKEN = Sampling(max_tokens=1)
 """Generates one token, to time the first one."""
 
-_PASSAGES_PER_ROUND = 250
+_PASSAGES_PER_ROUND = 60
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class FirstToken:
         soft_seconds, text_seconds: medians.
         ratio: median over rounds of soft time / text time.
         soft_tokens, text_tokens: prompt lengths, a slot counting as one.
-        parameters: number of the decoder's parameters.
         read_seconds: median time until the soft prompt's vectors are ready: markers verified, slots fetched, unpacked
             and mapped by the reader, text tokenized. It is part of `soft_seconds`.
     """
@@ -69,7 +66,6 @@ class FirstToken:
     ratio: float
     soft_tokens: int
     text_tokens: int
-    parameters: int
     read_seconds: float
 
     @property
@@ -127,7 +123,6 @@ def first_token(
             ratio=median(one.seconds / other.seconds for one, other in zip(soft, texts, strict=True)),
             soft_tokens=soft[-1].tokens,
             text_tokens=texts[-1].tokens,
-            parameters=sum(p.numel() for p in bundle.backbone.own_state().values()),
             read_seconds=median(each.reading for each in soft),
         )
         for ratio, soft in zip(ratios, softs, strict=True)
@@ -152,58 +147,16 @@ def first_token_table(found: Mapping[int, FirstToken]) -> str:
     )
 
 
-def speed_table(speed: IndexingSpeed, first: FirstToken, ratio: int) -> str:
-    """Both results as a Markdown table."""
+def speed_table(speed: IndexingSpeed) -> str:
+    """The result as a Markdown table."""
     rows = {
         "passages (tokens) indexed": f"{speed.passages:,} ({speed.tokens:,})",
         "passages per second through the store": f"{speed.passages_per_second:.1f}",
         "passages per second, encoder alone": f"{speed.forward_passages_per_second:.1f}",
         "time through the store over the encoder's own (median of rounds)": f"{speed.ratio:.2f}",
         "bytes on disk over payload bytes": f"{speed.disk_bytes / speed.payload_bytes:.2f}",
-        f"prompt tokens, soft at {ratio}x and full text": f"{first.soft_tokens:,}, {first.text_tokens:,}",
-        "ms to first token, soft (fetch included) and full text": f"{first.soft_seconds * 1e3:.0f}, "
-        f"{first.text_seconds * 1e3:.0f}",
-        "time to first token, soft over full text (median of pairs)": f"{first.ratio:.3f}",
-        "parameters of the decoder timed": f"{first.parameters / 1e6:.0f} M",
     }
     return measured(rows)
-
-
-def random_bundle(tokenizer: Any, shape: tuple[int, int, int, int] = (768, 2048, 12, 12)) -> Bundle:
-    """A mean-pooling bundle on a Llama with random weights, for timing only.
-
-    Args:
-        tokenizer: the decoder's.
-        shape: the decoder's width, that of its MLPs, its layers and heads; by default about 110 M parameters.
-    """
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from ctx_compress_rag.bundle.config import BundleConfig
-    from ctx_compress_rag.methods.mean_pooling import MeanPoolingConfig
-    from ctx_compress_rag.models.backbone import Backbone
-    from ctx_compress_rag.models.loading import choose_device
-
-    device, dtype = choose_device()
-    torch.manual_seed(0)
-    width, inner, layers, heads = shape
-    llama = LlamaConfig(
-        vocab_size=max(32_000, len(tokenizer)),
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(llama, dtype=dtype)
-    config = BundleConfig(name="random", method=MeanPoolingConfig(), base_ratio=4, ratios=[4, 8, 16], window=1024)
-    bundle = Bundle.build(config, Backbone(model.eval(), tokenizer))
-    bundle.reader.initialize(1.0)
-    return bundle
 
 
 @dataclass(frozen=True)

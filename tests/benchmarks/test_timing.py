@@ -91,7 +91,6 @@ def test_first_token_compares_prompts_of_the_right_lengths(tiny_bundle: Any) -> 
         assert 0 < first.soft_tokens - slots < 50
         assert first.read_seconds > 0 and first.soft_seconds > 0
         assert first.share == pytest.approx(first.soft_tokens / first.text_tokens / first.ratio)
-        assert first.parameters == sum(p.numel() for p in tiny_bundle.backbone.own_state().values())
     assert list(found) == [4, 16] and found[16].soft_tokens < found[4].soft_tokens
 
 
