@@ -10,12 +10,14 @@ from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.cli.shared import Output
 
 
-@command("--budget 400 --entries mean_pooling comprexit", lab)
+@command("--budget 0.5 --entries mean_pooling comprexit", lab)
 def compare(
     comparison: Annotated[
         str, typer.Argument(metavar="FILE", help="A YAML file of entries, or a shipped one.")
     ] = "natural",
-    budget: Annotated[int, typer.Option(metavar="STEPS", help="Training steps per entry.")] = 1000,
+    budget: Annotated[
+        float, typer.Option(metavar="N", help="Training operations per entry, forward and backward, in 10^15.")
+    ] = 2.0,
     entries: Annotated[
         list[str] | None, typer.Option(metavar="NAME...", help="Only these.  [default: all in the file]")
     ] = None,
@@ -31,13 +33,13 @@ def compare(
     table_only: Annotated[bool, typer.Option("--table-only", help="Train nothing; show the finished entries.")] = False,
     output: Output = "ctx-compress-compare",
 ) -> None:
-    """Train methods equally and score them.
+    """Train methods at equal compute and score them.
 
-    All start from the same decoder and have the same budget. Writes one table and one plot, also when an entry fails.
-    Run it again after an interruption: finished entries are kept, the others resume at their last checkpoint. To train
-    several at the same time, run it several times with other --entries.
+    All start from the same decoder and have the same budget of operations. Writes one table and one plot, also when an
+    entry fails. Run it again after an interruption: finished entries are kept, the others resume at their last
+    checkpoint. To train several at the same time, run it several times with other --entries.
     """
-    from benchmarks.compare.config import BASELINES, Budget, chosen, load_comparison
+    from benchmarks.compare.config import BASELINES, chosen, load_comparison
     from benchmarks.compare.report import save, text
     from benchmarks.compare.run import Plan, prepare, run_job
 
@@ -51,7 +53,8 @@ def compare(
             folder,
             described.decoder,
             described.teacher,
-            Budget(budget, passages),
+            budget,
+            passages,
             questions,
             described.ratios,
             described.data,

@@ -7,7 +7,6 @@ they are the same for all entries: the decoder, the steps and the examples.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +43,7 @@ class CurriculumShare(Strict):
 
 
 class EntryStage(BaseModel):
-    """A stage: its share of the entry's steps, its curriculum, and any key of a recipe.
+    """A stage: its share of the entry's operations, its curriculum, and any key of a recipe.
 
     The keys of a `method` given here replace those of the entry's in this stage only.
     """
@@ -196,19 +195,6 @@ class Comparison(Strict):
         return sorted(self.resolved(name).ratios or self.ratios)
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The budget of every entry.
-
-    Attributes:
-        steps: optimizer steps, shared by the stages.
-        passages: passages in each example's prompt.
-    """
-
-    steps: int
-    passages: int
-
-
 def load_comparison(path: str | Path) -> Comparison:
     """Read a comparison from a YAML file, or a shipped one by name (`natural`).
 
@@ -230,14 +216,28 @@ def load_comparison(path: str | Path) -> Comparison:
 
 
 def stage_recipes(
-    comparison: Comparison, name: str, budget: Budget, decoder: str | GgufDecoder, folder: Path
+    comparison: Comparison,
+    name: str,
+    steps: Sequence[int],
+    passages: int,
+    decoder: str | GgufDecoder,
+    folder: Path,
+    apart: bool = False,
 ) -> list[CompressionRecipe]:
     """An entry's stages as recipes: stage i is written to `folder`/i, and starts from the bundle of stage i - 1.
 
     All entries read the same examples in the same order: each stage continues where the one before it stopped.
 
+    Args:
+        comparison, name: the comparison, and the entry.
+        steps: optimizer steps of each stage.
+        passages: passages in each example's prompt.
+        decoder: what the first stage starts from.
+        folder: the entry's.
+        apart: every stage starts from the decoder, untrained, to count what it costs.
+
     Raises:
-        ConfigError: the budget is too small for the stages, or a stage has an unknown or impossible value.
+        ConfigError: a stage has an unknown or impossible value.
     """
     entry = comparison.resolved(name)
     ratios = comparison.ratios_of(name)
@@ -247,17 +247,13 @@ def stage_recipes(
         "copy_decoder": False,
     }
     recipes: list[CompressionRecipe] = []
-    done, given = 0, 0.0
-    for number, stage in enumerate(entry.stages, 1):
-        given += stage.share
-        steps = round(given * budget.steps) - done
-        if steps < 1:
-            raise ConfigError(f"a budget of {budget.steps} steps leaves none for stage {number} of {name}: raise it")
+    done = 0
+    for number, (stage, count) in enumerate(zip(entry.stages, steps, strict=True), 1):
         recipe = merged(comparison.settings, entry.settings, stage.model_extra or {})
         _check_free(recipe, f"stage {number} of {name}")
         recipe = merged(
             recipe,
-            start if number == 1 else {"bundle": str(folder / str(number - 1) / "bundle")},
+            start if number == 1 or apart else {"bundle": str(folder / str(number - 1) / "bundle")},
             {
                 "name": name,
                 "output": str(folder / str(number)),
@@ -265,16 +261,14 @@ def stage_recipes(
                 "base_ratio": recipe.get("base_ratio", ratios[0]),
                 "ratios": ratios,
                 "curriculum": [
-                    {"step": round(part.share * steps), **part.model_dump(exclude={"share"})}
+                    {"step": round(part.share * count), **part.model_dump(exclude={"share"})}
                     for part in stage.curriculum
                 ],
-                "data": comparison.data.of_stage(
-                    done * comparison.batch_size, steps * comparison.batch_size, budget.passages
-                ),
+                "data": comparison.data.of_stage(done * comparison.batch_size, count * comparison.batch_size, passages),
                 "optim": {
-                    "steps": steps,
+                    "steps": count,
                     "batch_size": comparison.batch_size,
-                    "save_every": max(1, min(100, steps // 4)),
+                    "save_every": max(1, min(100, count // 4)),
                 },
             },
         )
@@ -282,7 +276,7 @@ def stage_recipes(
         if not isinstance(parsed, CompressionRecipe):
             raise ConfigError(f"stage {number} of {name} is of kind {parsed.stage!r}, which trains no compressor")
         recipes.append(parsed)
-        done += steps
+        done += count
     return recipes
 
 

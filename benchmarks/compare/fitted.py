@@ -1,4 +1,4 @@
-"""The stage `fitted_next_token`: next-token prediction whose reader starts as a least-squares map.
+"""The stages `fitted_next_token` and `fitted_reconstruction`, whose reader starts as a least-squares map.
 
 Not in the papers, which do not say how their maps are initialized. A frozen decoder can only read vectors that look
 like its embeddings, and a small one hardly gets there from a random map.
@@ -19,8 +19,8 @@ from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.examples import passage_examples
 from ctx_compress_rag.training.recipe import register_stage
-from ctx_compress_rag.training.stages.answer import NextTokenRecipe
-from ctx_compress_rag.training.stages.compression import Objective, make_compression_job
+from ctx_compress_rag.training.stages.answer import NextTokenRecipe, ReconstructionRecipe
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
 
 # GELU(x) is x / 2 + 0.4 x^2 and smaller terms: for inputs of this standard deviation it is nine tenths linear.
 _NEARLY_LINEAR = 0.3
@@ -29,21 +29,32 @@ _NEARLY_LINEAR = 0.3
 _RIDGE = 1e-3
 
 
-class FittedNextTokenRecipe(NextTokenRecipe):
-    """Stage `next_token` for a reader with a map of two layers, which is fitted first.
+class _Fitted(CompressionRecipe):
+    """A recipe for a reader with a map of two layers, which is fitted first.
 
     Attributes:
         fit_passages: how many of the data's passages it is fitted on, so that it maps a slot of one token to that
             token's embedding, and a longer one to the mean of its tokens' embeddings.
     """
 
-    stage: Literal["fitted_next_token"]  # type: ignore[assignment]
     fit_passages: int = Field(gt=0)
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         """The loss, what feeds it, and on what."""
         fit_reader(bundle, [text for e in passage_examples(examples)[: self.fit_passages] for text in e.passages])
         return super().objective(bundle, examples)
+
+
+class FittedNextTokenRecipe(_Fitted, NextTokenRecipe):
+    """Stage `next_token`, fitted first."""
+
+    stage: Literal["fitted_next_token"]  # type: ignore[assignment]
+
+
+class FittedReconstructionRecipe(_Fitted, ReconstructionRecipe):
+    """Stage `reconstruction`, fitted first."""
+
+    stage: Literal["fitted_reconstruction"]  # type: ignore[assignment]
 
 
 def fit_reader(bundle: Bundle, texts: Sequence[str]) -> None:
@@ -53,7 +64,7 @@ def fit_reader(bundle: Bundle, texts: Sequence[str]) -> None:
         ConfigError: its map has not two layers.
     """
     if not isinstance(bundle.reader.projection, TwoLayerMap):
-        raise ConfigError("stage fitted_next_token is for methods whose reader has a map of two layers: use next_token")
+        raise ConfigError("fitted stages are for methods whose reader has a map of two layers: leave out 'fitted_'")
     softs = bundle.compress(texts, ratio=1)
     embed = bundle.backbone.inputs.embed
     targets: list[Tensor] = []
@@ -100,4 +111,5 @@ def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
     return weight, mean_out - weight @ mean_in
 
 
-register_stage(FittedNextTokenRecipe, make_compression_job)
+for _recipe in (FittedNextTokenRecipe, FittedReconstructionRecipe):
+    register_stage(_recipe, make_compression_job)

@@ -175,7 +175,9 @@ def _costs(row: EntryRow) -> dict[str, str]:
     interrupted = "over " if costs["interrupted"] else ""
     return {
         "parameters trained": f"{costs['trained_parameters']:,}",
-        "training": f"{interrupted}{costs['training_seconds']:,.0f} s, {costs['training_tokens']:,} tokens",
+        "examples": f"{costs['examples']:,}",
+        "tokens": f"{costs['training_tokens']:,}",
+        "minutes": f"{interrupted}{costs['training_seconds'] / 60:,.0f}",
         "ms per passage": f"{1000 * costs['compress_seconds']:.1f}",
         "bytes per passage": " / ".join(stored),
     }
@@ -245,16 +247,17 @@ def text(comparison: Comparison, found: Results) -> str:
     )
     teacher = f": {run['decoder']} with the LoRA of {run['teacher']} merged into it" if run["teacher"] else ""
     about = [
-        f"# {_counts(comparison, run)}",
+        f"# {_counts(run)}",
         "",
-        f"Questions of {run['test']}, passages in each prompt: {run['passages']}. Every entry was trained for "
-        f"{run['steps']} steps of {comparison.batch_size} examples, the same ones in the same order, from the same "
-        f"decoder{teacher}. That decoder as it is reads full text and no context.",
+        f"Questions of {run['test']}, passages in each prompt: {run['passages']}. Every entry was trained with "
+        f"{run['budget']:g} x 10^15 operations, forward and backward, on as many examples as they pay for, in the same "
+        f"order, from the same decoder{teacher}. That decoder as it is reads full text and no context.",
         "",
         "Answer F1 ± its standard error (teacher-normalized F1, 95 % interval), exact match; in square brackets the "
         "real ratio, where the context is a tenth or more longer or shorter than a slot for so many tokens makes it "
         "(truncation gets as many tokens as that). Time: to compress one passage alone, for the store. Bytes: as "
-        "stored, one size for each ratio where a method stores each apart.",
+        "stored, one size for each ratio where a method stores each apart. Tokens: of the passages and prompts trained "
+        "on, without slots. Minutes: as measured, perhaps beside other work.",
         "",
         table(found),
         "",
@@ -278,8 +281,8 @@ def text(comparison: Comparison, found: Results) -> str:
     return "\n".join(about)
 
 
-def _counts(comparison: Comparison, run: dict[str, Any]) -> str:
-    return f"{run['questions']} test questions, {run['steps'] * comparison.batch_size:,} examples of training"
+def _counts(run: dict[str, Any]) -> str:
+    return f"{run['questions']} test questions, {run['budget']:g} x 10^15 operations of training"
 
 
 def save(comparison: Comparison, folder: Path) -> Results:
@@ -297,7 +300,7 @@ def save(comparison: Comparison, folder: Path) -> Results:
             [_curve(row) for row in found.rows if not row.costs],
             {FULL: float(np.mean(found.full)), NONE: float(np.mean(found.none))},
             found.ratios,
-            title=f"answer F1 (bars: 95 %): {_counts(comparison, found.run)}",
+            title=f"answer F1 (bars: 95 %): {_counts(found.run)}",
         )
     return found
 

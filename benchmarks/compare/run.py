@@ -1,4 +1,4 @@
-"""Train every entry of a comparison with the same budget from the same decoder, and score it.
+"""Train every entry of a comparison at equal compute from the same decoder, and score it.
 
 In the output folder, `run.json` says what is compared, `decoder/` is the decoder if a teacher was merged into it,
 `entries/` holds recipes, checkpoints and bundles, and `results/` one JSON file for each finished entry. An entry
@@ -7,9 +7,8 @@ with a result is not trained again; an interrupted one resumes from its last che
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -18,9 +17,10 @@ import torch
 import yaml
 from tqdm.auto import tqdm
 
-from benchmarks.compare.config import BASELINES, Budget, Comparison, QuestionFiles, stage_recipes
+from benchmarks.compare.config import BASELINES, Comparison, QuestionFiles, stage_recipes
 from benchmarks.compare.control import with_other_passages
 from benchmarks.compare.decoder import decoder_sha256, merge_teacher, teacher_sha256
+from benchmarks.compare.operations import PETA, operations_per_step
 from benchmarks.timing.speed import seconds_of
 from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -55,13 +55,13 @@ from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.saved_states import write_json
-from ctx_compress_rag.training.examples import load_training_examples
-from ctx_compress_rag.training.prompts import passage_token_shares
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
 
 RUN_FILE = "run.json"
 _RECIPE_FILE = "recipe.yaml"
+_OPERATIONS_FILE = "operations.json"
+_COUNTED_STEPS = 8
 
 _SHOWN_AT = 4
 _TIMED_PASSAGES = 50
@@ -77,8 +77,9 @@ class Plan:
         output: the folder.
         decoder: folder, hub id or GGUF file of the decoder that entries start from.
         teacher: merged into the decoder first (`compare.decoder.teacher_folder`); None merges nothing.
-        budget: every entry's.
-        questions: number of test questions, with as many passages as the budget says.
+        budget: every entry's operations of training, in 10^15.
+        passages: passages in each prompt.
+        questions: number of test questions.
         ratios: the comparison's ratios, which the baselines are scored at.
         data: files of questions.
         dtype: of the decoder's weights when questions are answered; None takes the device's default.
@@ -87,7 +88,8 @@ class Plan:
     output: Path
     decoder: str | GgufDecoder
     teacher: str | None
-    budget: Budget
+    budget: float
+    passages: int
     questions: int
     ratios: list[int]
     data: QuestionFiles
@@ -106,7 +108,7 @@ class Plan:
         """
         answered = [e for e in read_jsonl(self.data.test, unanswerable=True) if e.turns[0].answers]
         short = without_long_passages(answered, self.data.most_words)
-        examples = mix_examples([short], MixData(passages=[self.budget.passages]), self.data.seed, block=1)
+        examples = mix_examples([short], MixData(passages=[self.passages]), self.data.seed, block=1)
         if len(examples) < self.questions:
             raise ConfigError(
                 f"{self.data.test} has {len(examples)} questions to score with, not {self.questions}: ask for fewer"
@@ -120,37 +122,72 @@ class Plan:
 
 @dataclass(frozen=True)
 class EntryJob:
-    """An entry to train and score, or the baselines, which have no stages."""
+    """An entry to train and score, or the baselines, which are not trained."""
 
+    comparison: Comparison
     plan: Plan
     name: str
-    recipes: tuple[CompressionRecipe, ...] = ()
 
     @property
     def folder(self) -> Path:
         """Where the entry's stages and log are."""
         return self.plan.output / "entries" / self.name
 
+    def recipes(self) -> list[CompressionRecipe]:
+        """The stages, written as recipe files, which `ctx-compress train` also takes.
+
+        The first call counts what a step of each stage costs, and keeps it.
+
+        Raises:
+            ConfigError: the budget is too small for a stage.
+        """
+        file = self.folder / _OPERATIONS_FILE
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            apart = self._staged([_COUNTED_STEPS] * len(self.comparison.resolved(self.name).stages), apart=True)
+            write_json(file, {"per_step": [operations_per_step(recipe) for recipe in apart]})
+        recipes = self._staged(_steps(self.comparison, self.name, self.folder, self.plan.budget))
+        for recipe in recipes:
+            text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
+            recipe.output.mkdir(parents=True, exist_ok=True)
+            _recipe_file(recipe).write_text(text, encoding="utf-8")
+        return recipes
+
+    def _staged(self, steps: Sequence[int], apart: bool = False) -> list[CompressionRecipe]:
+        plan = self.plan
+        return stage_recipes(self.comparison, self.name, steps, plan.passages, plan.start, self.folder, apart)
+
+    def check(self) -> None:
+        """Refuse an unknown or impossible value of a stage before anything is trained."""
+        self._staged([1] * len(self.comparison.resolved(self.name).stages))
+
+
+def _steps(comparison: Comparison, name: str, folder: Path, budget: float) -> list[int]:
+    """How many steps of each stage of an entry the budget pays for, by what one costs."""
+    costs = _read_json(folder / _OPERATIONS_FILE, _DELETE)["per_step"]
+    shares = [stage.share for stage in comparison.resolved(name).stages]
+    steps = [round(share * budget * PETA / cost) for share, cost in zip(shares, costs, strict=True)]
+    if not all(steps):
+        raise ConfigError(f"a budget of {budget:g} leaves no step for stage {steps.index(0) + 1} of {name}: raise it")
+    return steps
+
 
 def prepare(comparison: Comparison, names: Sequence[str], plan: Plan) -> list[EntryJob]:
-    """Write the output folder's decoder and recipes, and return what has no result yet, the baselines first."""
+    """Write the output folder's decoder, and return what has no result yet, the baselines first."""
     if plan.questions < 2:
         raise ConfigError(f"{plan.questions} questions have no standard error: give 2 or more")
-    if plan.budget.passages < 1:
-        raise ConfigError(f"{plan.budget.passages} passages in a prompt: give 1 or more")
-    work = [EntryJob(plan, BASELINES)]
-    for name in names:
-        folder = plan.output / "entries" / name
-        work.append(EntryJob(plan, name, tuple(stage_recipes(comparison, name, plan.budget, plan.start, folder))))
+    if plan.passages < 1:
+        raise ConfigError(f"{plan.passages} passages in a prompt: give 1 or more")
+    entries = [EntryJob(comparison, plan, name) for name in names]
+    for job in entries:
+        job.check()
     questions = plan.test_questions()
     with_other_passages(questions)  # refused before anything is trained
     _claim(plan, questions)
     check_recipes(comparison, plan.output)
     if plan.teacher is not None:
         merge_teacher(plan.decoder, plan.teacher, plan.output / "decoder")
-    for job in work:
-        _write_recipes(job)
-    return [job for job in work if not plan.result(job.name).exists()]
+    return [job for job in (EntryJob(comparison, plan, BASELINES), *entries) if not plan.result(job.name).exists()]
 
 
 def _claim(plan: Plan, questions: Sequence[Question]) -> None:
@@ -164,7 +201,8 @@ def _claim(plan: Plan, questions: Sequence[Question]) -> None:
         "data_sha256": [file_sha256(file) for file in plan.data.files],
         "test": plan.data.test.name,
         "test_sha256": questions_digest(questions),
-        **asdict(plan.budget),
+        "budget": plan.budget,
+        "passages": plan.passages,
         "questions": plan.questions,
         "ratios": plan.ratios,
         "dtype": plan.dtype,
@@ -215,7 +253,8 @@ def check_recipes(comparison: Comparison, folder: Path) -> None:
         place = folder / "entries" / name
         if not (place / "1" / _RECIPE_FILE).exists():
             continue
-        for recipe in stage_recipes(comparison, name, Budget(run["steps"], run["passages"]), run["decoder"], place):
+        steps = _steps(comparison, name, place, run["budget"])
+        for recipe in stage_recipes(comparison, name, steps, run["passages"], run["decoder"], place):
             file = _recipe_file(recipe)
             if not file.exists():
                 continue
@@ -235,15 +274,6 @@ def _without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if key not in places} | {"data": data}
 
 
-def _write_recipes(job: EntryJob) -> None:
-    """Write the stages as recipe files, which `ctx-compress train` also takes."""
-    for recipe in job.recipes:
-        text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
-        file = _recipe_file(recipe)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-
-
 def _recipe_file(recipe: CompressionRecipe) -> Path:
     return recipe.output / _RECIPE_FILE
 
@@ -251,15 +281,16 @@ def _recipe_file(recipe: CompressionRecipe) -> Path:
 def run_job(job: EntryJob) -> None:
     """Train an entry, score it and write its result; or score the baselines and write theirs."""
     questions = job.plan.test_questions()
-    if not job.recipes:
+    if job.name == BASELINES:
         result = _baselines(job.plan, questions)
     else:
+        recipes = job.recipes()
         try:
-            reports = [_train_stage(recipe) for recipe in job.recipes]
+            reports = [_train_stage(recipe) for recipe in recipes]
         except TrainingError as error:  # a changed recipe is refused beside what its former one has made
             raise TrainingError(f"{error} and the rest of {job.folder}") from error
-        bundle = Bundle.from_pretrained(job.recipes[-1].output / "bundle", dtype=job.plan.dtype)
-        result = _entry_result(job, bundle, reports, questions)
+        bundle = Bundle.from_pretrained(recipes[-1].output / "bundle", dtype=job.plan.dtype)
+        result = _entry_result(recipes, bundle, reports, questions)
     result["version"] = __version__
     file = job.plan.result(job.name)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -275,25 +306,27 @@ def _train_stage(recipe: CompressionRecipe) -> dict[str, Any]:
 
 
 def _entry_result(
-    job: EntryJob, bundle: Bundle, reports: Sequence[Mapping[str, Any]], questions: Sequence[Question]
+    recipes: Sequence[CompressionRecipe],
+    bundle: Bundle,
+    reports: Sequence[Mapping[str, Any]],
+    questions: Sequence[Question],
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
-    ratios = job.recipes[-1].ratios
+    ratios = recipes[-1].ratios
     answers = answer_questions(bundle, questions, ratios, (SOFT,), max_tokens=_ANSWER_TOKENS)
     return {
-        "name": job.name,
         "method": bundle.config.method.model_dump(mode="json"),
         "fingerprint": bundle.fingerprint,
         "stages": [
             {"stage": r.stage, "steps": r.optim.steps, "seed": r.seed, "first_example": r.data.part.start}
-            for r in job.recipes
+            for r in recipes
             if r.data.part
         ],
-        "steps": sum(recipe.optim.steps for recipe in job.recipes),
+        "examples": sum(recipe.optim.items for recipe in recipes),
         "trained_parameters": max(int(report["trained_parameters"]) for report in reports),
         "training_seconds": sum(float(report["seconds"]) for report in reports),
         "interrupted": any(report["resumed"] for report in reports),
-        "training_tokens": sum(source_tokens(recipe, bundle.tokenizer) for recipe in job.recipes),
+        "training_tokens": sum(int(report["tokens"]) for report in reports),
         "compress_seconds": compress_seconds,
         "threads": torch.get_num_threads(),
         "device": str(bundle.backbone.device),
@@ -355,19 +388,6 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
         }
         for (system, ratio), given in answers.items()
     ]
-
-
-def source_tokens(recipe: CompressionRecipe, tokenizer: Any) -> int:
-    """Tokens of the passages that a stage reads, a passage counting once for each example that holds it."""
-    examples = load_training_examples(recipe)
-    lengths: dict[str, int] = {}
-    total = 0
-    for example in islice(cycle(examples), recipe.optim.items):
-        for passage in example.passages:
-            if passage not in lengths:
-                lengths[passage] = len(tokenizer(passage, add_special_tokens=False, verbose=False)["input_ids"])
-        total += sum(passage_token_shares([lengths[p] for p in example.passages], recipe.data.max_context_tokens))
-    return total
 
 
 def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:

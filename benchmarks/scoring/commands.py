@@ -1,4 +1,4 @@
-"""The commands `eval`, with the tables of the papers, and `confidence`."""
+"""The commands `eval`, with the tables of the papers, `confidence` and `probe`."""
 
 from typing import Annotated
 
@@ -100,3 +100,28 @@ def confidence(
 
     [asked] = question_sets([data], questions).values()
     print(confidence_table(sure_answers(Bundle.from_pretrained(bundle), asked, ratio)))
+
+
+@command("train.jsonl held_out.jsonl --minilm", lab)
+def probe(
+    training: Annotated[str, typer.Argument(metavar="TRAINING", help="JSONL whose passages train the probe.")],
+    held_out: Annotated[str, typer.Argument(metavar="HELD_OUT", help="JSONL of questions to score with.")],
+    bundle: AnyBundle = DEFAULT_BUNDLE,
+    minilm: Annotated[bool, typer.Option("--minilm", help="MiniLM's vectors in place of the bundle's slots.")] = False,
+    ratios: Ratios = None,
+    passages: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum to train on.")] = 1000,
+    questions: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum to score with.")] = 500,
+) -> None:
+    """Find the first token of answers in slots by a linear map."""
+    from benchmarks.scoring.linear_probe import minilm_bundle, probe_slots, probe_table
+    from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.data.examples import read_jsonl, spread_examples
+    from ctx_compress_rag.data.held_out import HeldOut
+    from ctx_compress_rag.evaluation.sets import question_sets
+
+    [asked] = question_sets([held_out], questions).values()
+    apart = HeldOut(read_jsonl(held_out, unanswerable=True)).without(read_jsonl(training), training)
+    texts = spread_examples(list(dict.fromkeys(p for e in apart for p in e.passages)), passages)
+    opened = Bundle.from_pretrained(bundle)
+    probed = minilm_bundle(opened) if minilm else opened
+    print(probe_table(probe_slots(probed, texts, asked, ratios or [4, 16])))

@@ -1,9 +1,10 @@
-"""Reconstruction perplexity: how well the decoder reconstructs passages from their slots (ArcAligner, section 4.7)."""
+"""How well the decoder reconstructs passages from their slots: perplexity (ArcAligner, section 4.7), and accuracy."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,24 @@ from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 
 _TEMPLATE = PARAPHRASES[0]  # its answer is the passage
 _LONGEST = 512  # tokens
+_PLACES = (0, 8, 32, 128, _LONGEST + 1)
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity of passages' own text, given one kind of context.
+    """How well passages' own text is predicted, given one kind of context.
 
     Attributes:
         system: what the decoder was given: the full text (the paper's Base), nothing, or slots.
         ratio: source tokens per slot, None if there are none.
         value: exp of the mean negative log-likelihood of the passages' tokens, end tokens included.
+        right: share of tokens that the decoder predicts after the right ones before, by their places in a passage.
     """
 
     system: str
     ratio: int | None
     value: float
+    right: dict[str, float]
 
 
 @torch.inference_mode()
@@ -87,8 +91,10 @@ def reconstruction_perplexity(
     scores: list[Perplexity] = []
     for system, ratio, make in tqdm(systems, desc="perplexity", unit="system", disable=not progress):
         batches = [texts[start : start + batch_size] for start in range(0, len(texts), batch_size)]
-        losses = torch.cat([_losses(bundle, make(batch)) for batch in batches])
-        scores.append(Perplexity(system, ratio, math.exp(losses.mean())))
+        losses, right, places = torch.cat([_scored(bundle, make(batch)) for batch in batches]).T
+        parts = [(a, b, right[(places >= a) & (places < b)]) for a, b in pairwise(_PLACES)]
+        by_place = {f"{a + 1} to {b}": float(part.mean()) for a, b, part in parts if len(part)}
+        scores.append(Perplexity(system, ratio, math.exp(losses.mean()), by_place))
     return scores
 
 
@@ -99,12 +105,17 @@ def _compressed(bundle: Bundle, texts: Sequence[str], ratio: int) -> list[SoftCo
     return [soft.merge(ratio // bundle.config.base_ratio) for soft in bundle.compress(texts)]
 
 
-def _losses(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:
-    """Negative log-likelihoods of the answers' tokens, prompt after prompt: (answer tokens,), float64 on the CPU."""
+def _scored(bundle: Bundle, prompts: Sequence[Prompt]) -> Tensor:
+    """Of each token of the prompts' answers: negative log-likelihood, whether it is predicted, its place in the answer.
+
+    Returns: (answer tokens, 3), float64 on the CPU, prompt after prompt.
+    """
     batch = splice_prompts(bundle.backbone.inputs, prompts)
     with open_decoder_model(bundle, prompts[0].side, batch.slot_mask) as model:
         logits, answers = answer_token_logits(model, batch, prompts)
-    return F.cross_entropy(logits, answers, reduction="none").double().cpu()
+    losses, right = F.cross_entropy(logits, answers, reduction="none"), logits.argmax(-1) == answers
+    places = torch.cat([torch.arange(int(prompt.answers.sum())) for prompt in prompts])
+    return torch.stack([each.double().cpu() for each in (losses, right, places)], dim=1)
 
 
 def perplexity_table(scores: Sequence[Perplexity]) -> str:
@@ -112,6 +123,7 @@ def perplexity_table(scores: Sequence[Perplexity]) -> str:
     return report.markdown_table(
         [
             {"context": s.system, "ratio": report.ratio_text(s.ratio), "reconstruction perplexity": f"{s.value:.4g}"}
+            | {f"right, tokens {places}": f"{share:.3f}" for places, share in s.right.items()}
             for s in scores
         ]
     )

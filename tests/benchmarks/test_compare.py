@@ -14,15 +14,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.__main__ import main
-from benchmarks.compare.config import Budget, Comparison, Ordering, merged, stage_recipes
+from benchmarks.compare.config import Comparison, Ordering, merged, stage_recipes
 from benchmarks.compare.decoder import merge_teacher
 from benchmarks.compare.fitted import FittedNextTokenRecipe
+from benchmarks.compare.operations import operations_per_step
 from benchmarks.compare.report import Cell, EntryRow, Results, methods_shown, orderings
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.training.examples import load_training_examples
+from ctx_compress_rag.training.stages.compression import make_compression_job
 from helpers.methods import comprexit_bundle
 from helpers.models import draw_lora, save_tiny_llama
 from helpers.training import killed, settings_of
@@ -78,8 +80,8 @@ def settings(files: Path) -> dict[str, Any]:
     }
 
 
-def read(settings: dict[str, Any], name: str, steps: int, tmp_path: Path, passages: int = 1) -> list[Example]:
-    recipes = stage_recipes(Comparison.model_validate(settings), name, Budget(steps, passages), "decoder", tmp_path)
+def read(settings: dict[str, Any], name: str, steps: list[int], tmp_path: Path, passages: int = 1) -> list[Example]:
+    recipes = stage_recipes(Comparison.model_validate(settings), name, steps, passages, "decoder", tmp_path)
     return [example for recipe in recipes for example in load_training_examples(recipe)]
 
 
@@ -88,12 +90,12 @@ def test_every_entry_reads_the_same_questions(settings: dict[str, Any], files: P
 
     Neither what is held out nor what is too long is read.
     """
-    one, two = (read(settings, name, 30, tmp_path) for name in ("one", "pooled"))
+    one, two = (read(settings, *each, tmp_path) for each in (("one", [30]), ("pooled", [10, 20])))
     assert one == two
     assert len(one) == 60
     distinct = len({(e.passages, e.turns) for e in one})
     assert one[distinct:] == one[: 60 - distinct]
-    other = read(merged(settings, {"data": {"seed": 1}}), "one", 30, tmp_path)
+    other = read(merged(settings, {"data": {"seed": 1}}), "one", [30], tmp_path)
     assert other != one and set(other) == set(one)
     test = read_jsonl(files / "test.jsonl")
     assert not {e.passages for e in one} & {(LONG,), *(e.passages for e in test)}
@@ -114,11 +116,24 @@ def test_the_merged_decoder_is_the_decoder_with_its_teacher(files: Path, tmp_pat
     assert all(torch.equal(p, p.bfloat16().float()) for p in made.parameters())
 
 
+def test_operations_are_those_of_forward_and_backward(settings: dict[str, Any], files: Path, tmp_path: Path) -> None:
+    """Two for each frozen weight and position forward, two backward, and fewer for attention, map and head."""
+    frozen = {"ratios": [4], "entries": {"one": {"method": {"decoder": {"mode": "frozen"}}}}}
+    comparison = Comparison.model_validate(merged(settings, frozen))
+    [recipe] = stage_recipes(comparison, "one", [3], 1, str(files / "model"), tmp_path)
+    job = make_compression_job(recipe)
+    made = [job.collate([job.examples[number] for number in (step, step + 1)]) for step in (0, 2, 4)]
+    positions = sum(batch["prompts"].token_count for batch in made) / 3
+    layers = AutoModelForCausalLM.from_pretrained(files / "model").model.layers
+    weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
+    assert 4 < operations_per_step(recipe) / (weights * positions) < 9
+
+
 @pytest.fixture(scope="module")
 def command(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     file = tmp_path_factory.mktemp("comparison") / "files.yaml"
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
-    return ["compare", str(file), "--budget", "6", "--questions", "4", "--entries", "pooled", "one"]
+    return ["compare", str(file), "--budget", "8e-7", "--questions", "4", "--entries", "pooled", "one"]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +153,10 @@ def results(folder: Path, name: str) -> Any:
 def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files: Path) -> None:
     pooled = results(finished, "pooled")
     assert pooled["interrupted"]
-    assert [stage["first_example"] for stage in pooled["stages"]] == [0, 6]
+    costs = json.loads((finished / "entries" / "pooled" / "operations.json").read_text())["per_step"]
+    steps = [round(0.5 * 8e-7 * 1e15 / cost) for cost in costs]
+    assert [stage["steps"] for stage in pooled["stages"]] == steps and pooled["examples"] == 2 * sum(steps)
+    assert [stage["first_example"] for stage in pooled["stages"]] == [0, 2 * steps[0]]
     for stage in ("1", "2"):
         folder = finished / "entries" / "pooled" / stage / "bundle"
         bundle = Bundle.from_pretrained(folder)
@@ -146,7 +164,7 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
         assert not (folder / "decoder").exists()
     assert bundle.fingerprint == pooled["fingerprint"]
     report = (finished / "compare.md").read_text()
-    assert report.startswith("# 4 test questions, 12 examples of training\n")
+    assert report.startswith("# 4 test questions, 8e-07 x 10^15 operations of training\n")
     assert "Questions of test.jsonl" in report and f"with the LoRA of {files / 'teacher'} merged" in report
 
 

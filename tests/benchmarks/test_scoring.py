@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.adaptation.episodes import drawn_apart
@@ -16,22 +17,28 @@ from benchmarks.adaptation.run import evaluate
 from benchmarks.adaptation.systems import BaseAdapter, Recipes, TestTimeSGD, mean_over
 from benchmarks.scoring.confidence import Sure, best_threshold
 from benchmarks.scoring.judge import JudgeTable, verdict
+from benchmarks.scoring.linear_probe import fit_probe, probe_slots
+from benchmarks.scoring.perplexity import reconstruction_perplexity
 from benchmarks.scoring.tables import case_table
 from benchmarks.several.neighbors import NEAREST, among_neighbors
+from benchmarks.world import BUNDLE
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.adaptation.adapt import adapted_decoder
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
+from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, SystemAnswers
-from ctx_compress_rag.evaluation.questions import Question
+from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import contains_answer, exact_match, mentions_answer, token_f1
+from ctx_compress_rag.text.templates import PARAPHRASES
+from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from helpers.training import small_recipes
 
@@ -115,6 +122,42 @@ def test_the_command_writes_every_table(
     assert "one, 2 questions" in card and f"{soft['f1']:.3f} ± {soft['f1_error']:.3f}" in card
     assert main([*command, *files, "--in-domain", "three"]) == 2
     assert "three" in capsys.readouterr().err
+
+
+def test_repeated_tokens_are_scored_by_their_place(tiny_bundle: Any) -> None:
+    """As the decoder itself predicts them, prompt by prompt and without padding."""
+    passages = [example.passages[0] for example in world_examples("test", 5, 6, max_turns=1, passages=(1,))][:3]
+    full, none, _ = reconstruction_perplexity(tiny_bundle, passages, [4], progress=False)
+    builder, right = TrainingPromptBuilder(tiny_bundle.tokenizer, 513), []
+    for passage in passages:
+        prompt = builder.text_prompt(recitation_example(passage), PARAPHRASES[0])
+        ids = torch.from_numpy(prompt.ids())
+        with torch.inference_mode(), tiny_bundle.text_decoder() as model:
+            said = model(input_ids=ids[None]).logits[0].argmax(-1)
+        right.append((said[:-1] == ids[1:])[torch.from_numpy(prompt.answers[1:])].float())
+    assert full.right["1 to 8"] == pytest.approx(float(torch.stack([each[:8] for each in right]).mean()))
+    assert full.right["9 to 32"] == pytest.approx(float(torch.cat([each[8:32] for each in right]).mean()))
+    assert full.right.keys() == none.right.keys()
+
+
+def test_a_linear_probe_finds_what_slots_hold() -> None:
+    """A rotation of the mean embedding of two tokens gives both away; other slots give only how frequent they are."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(60, 24, generator=generator)
+    tokens = torch.randint(60, (900, 2), generator=generator)
+    means = embeddings[tokens].mean(1) @ torch.linalg.qr(torch.randn(24, 24, generator=generator))[0]
+    for slots, low, high in ((means, 0.9, 1.0), (means.roll(1, 0), 0.0, 0.1)):
+        probe = fit_probe(slots[:800], list(tokens[:800]), embeddings, steps=300)
+        found = probe(slots[800:]).topk(2).indices
+        assert low <= float((found.unsqueeze(2) == tokens[800:].unsqueeze(1)).any(1).float().mean()) <= high
+
+
+def test_a_probe_tells_a_passage_from_another() -> None:
+    """Slots of one token give it away, so that answers are found in their own passage, and less often in others."""
+    training, asked = (world_examples("train", seed, 200, max_turns=1, passages=(1,)) for seed in (3, 90))
+    passages = list(dict.fromkeys(example.passages[0] for example in training))[:60]
+    [score] = probe_slots(Bundle.from_pretrained(BUNDLE), passages, questions_of(asked, 40), [1], steps=300)
+    assert len(score.own) == 40 and sum(score.own) > sum(score.other) + 8
 
 
 def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:

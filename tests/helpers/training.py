@@ -39,8 +39,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "answer": {"stage": "answer", **POOLED},
     "distillation": {"stage": "distillation", **POOLED},
     "reconstruction": {"stage": "reconstruction", **POOLED},
-    # Of each batch's four passages, three: a micro-batch of one example repeats nothing.
-    "repetition": {"stage": "distillation", **POOLED, "reconstruction_weight": 10.0, "repeat_per_batch": 3},
+    # A micro-batch of one example may repeat nothing.
+    "repetition": {"stage": "distillation", **POOLED, "reconstruction_weight": 10.0, "repeat_share": 0.7},
     "packed": {
         "stage": "repeat_and_answer",
         **POOLED,

@@ -1,7 +1,6 @@
 """Training: the losses against the papers' equations, what is trained, time limits and reports."""
 
 import copy
-import random
 import re
 import shutil
 import time
@@ -36,7 +35,6 @@ from ctx_compress_rag.training.stages.distillation import (
     DistillationCollator,
     DistillationLoss,
     DistillationRecipe,
-    draw_repeats,
 )
 from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
@@ -92,22 +90,19 @@ def test_distillation_loss_is_the_papers_sum(make_tiny_bundle: Any) -> None:
     assert total > 0.1  # the adapters differ, so there is something to sum
 
 
-def test_passages_to_repeat_are_drawn_from_whole_batches() -> None:
-    """As many of each batch as wanted, each once, beside the first example that has it; of a short batch all."""
-    batches = [
-        [Example((f"{n}", f"{n + 1}", "shared"), (Turn(f"{start + n}?", ("yes",)),)) for n in range(size)]
-        for start, size in ((0, 4), (9, 4), (20, 1))
-    ]
-    made = draw_repeats([example for batch in batches for example in batch], 4, 5, seed=3)
-    assert [(e.passages, e.turns) for e in made] == [(e.passages, e.turns) for batch in batches for e in batch]
-    for batch in batches:
-        own, made = made[: len(batch)], made[len(batch) :]
-        passages = list(dict.fromkeys(p for e in batch for p in e.passages))
-        rng = random.Random(f"3:{batch[0].turns[0].question}")
-        assert sorted(p for e in own for p in e.repeated) == sorted(rng.sample(passages, min(5, len(passages))))
-        for number, example in enumerate(own):
-            earlier = {p for e in own[:number] for p in e.passages}
-            assert set(example.repeated) <= set(example.passages) - earlier
+def test_a_share_of_the_examples_is_repeated(make_tiny_bundle: Any) -> None:
+    """All passages of an example, or none; drawn alike in every batch."""
+    builder = TrainingPromptBuilder(make_tiny_bundle().tokenizer)
+    collate = DistillationCollator(builder, ["{context} {question}"], 512, seed=3, repeat_share=0.3)
+    examples = [Example((f"{n} north", f"{n} south"), (Turn("?", ("yes",)),)) for n in range(200)]
+
+    def repeated(examples: list[Example]) -> list[str]:
+        batch = collate(examples)
+        return [batch["passages"][place].text for [place] in batch["repeats"].passages]
+
+    found = repeated(examples)
+    assert 80 < len(found) < 160 and found == [text for e in examples if e.passages[0] in found for text in e.passages]
+    assert found == [text for start in range(0, 200, 8) for text in repeated(examples[start : start + 8])]
 
 
 @pytest.mark.parametrize("stage", ["distillation", "answer"])

@@ -29,19 +29,18 @@ class DistillationRecipe(CompressionRecipe):
 
     Attributes:
         reconstruction_weight: weight of the next-token loss of passages repeated from their slots; not in the paper.
-        repeat_per_batch: how many passages of a batch are repeated, if `reconstruction_weight` is above 0.
+        repeat_share: the share of examples whose passages are repeated.
     """
 
     stage: Literal["distillation"]
     reconstruction_weight: float = Field(default=0.0, ge=0)
-    repeat_per_batch: int = Field(default=8, gt=0)
+    repeat_share: float = Field(default=0.5, gt=0, le=1)
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
         data, builder = self.data, self.builder(bundle)
         loss = DistillationLoss(bundle, self.reconstruction_weight)
-        collate = DistillationCollator(builder, data.templates, data.max_context_tokens, self.seed)
-        if self.reconstruction_weight:
-            examples = draw_repeats(examples, self.optim.batch_size, self.repeat_per_batch, self.seed)
+        share = self.repeat_share if self.reconstruction_weight else 0.0
+        collate = DistillationCollator(builder, data.templates, data.max_context_tokens, self.seed, repeat_share=share)
         return loss, collate, examples
 
 
@@ -76,55 +75,34 @@ class DistillationLoss(BatchMeanLoss, SlotObjective):
             if own := drawn.get(ratio):
                 logits, _ = self.answer_logits(prompts.only(own), batch)
                 loss = loss + self.divergence(logits, targets, own) / examples
-            if self.reconstruction_weight and (own := repeated_at.get(ratio)):
+            if own := repeated_at.get(ratio):
                 logits, answers = self.answer_logits(repeats.only(own), batch)
                 repeated = F.cross_entropy(logits, answers, reduction="sum") / repeated_tokens
                 loss = loss + self.reconstruction_weight * repeated
         return loss
 
 
-@dataclass(frozen=True)
-class RepeatingExample(Example):
-    """An example some of whose passages are also repeated from their slots."""
-
-    repeated: tuple[str, ...] = ()
-
-
-def draw_repeats(examples: Sequence[Example], batch_size: int, repeat: int, seed: int) -> list[RepeatingExample]:
-    """Return the examples with `repeat` passages drawn in each batch, each noted at the batch's first example with it.
-
-    Passages are drawn for whole batches, so that micro-batches and processes change nothing.
-    """
-    made = []
-    for begin in range(0, len(examples), batch_size):
-        batch = examples[begin : begin + batch_size]
-        first: dict[str, int] = {}
-        for number, example in enumerate(batch):
-            for passage in example.passages:
-                first.setdefault(passage, number)
-        rng = random.Random(f"{seed}:{batch[0].turns[0].question}")
-        drawn = rng.sample(list(first), min(repeat, len(first)))
-        for number, example in enumerate(batch):
-            own = tuple(passage for passage in drawn if first[passage] == number)
-            made.append(RepeatingExample(example.passages, example.turns, own))
-    return made
-
-
 @dataclass
 class DistillationCollator(AnswerCollator):
-    """A collator that makes the arguments of `DistillationLoss`. A `RepeatingExample` says what is repeated."""
+    """A collator that makes the arguments of `DistillationLoss`.
+
+    The passages of a `repeat_share` of the examples are repeated. An example is drawn by its own content, so that
+    micro-batches and processes change nothing.
+    """
 
     with_text: bool = True
+    repeat_share: float = 0.0
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
         batch = super().__call__(examples)
-        texts = [passage.text for passage in batch["passages"]]
-        repeated: list[int] = []
-        for example, places in zip(examples, batch["prompts"].passages, strict=True):
-            if isinstance(example, RepeatingExample):
-                place_of = dict(zip(example.passages, places, strict=True))
-                repeated += [place_of[passage] for passage in example.repeated]
-        repeats = [self.builder.holed_prompt(recitation_example(texts[place]), REPEAT) for place in repeated]
+        repeated = [
+            place
+            for example, places in zip(examples, batch["prompts"].passages, strict=True)
+            if random.Random(f"{self.seed}:{example}").random() < self.repeat_share
+            for place in places
+        ]
+        texts = [batch["passages"][place].text for place in repeated]
+        repeats = [self.builder.holed_prompt(recitation_example(text), REPEAT) for text in texts]
         return batch | {"repeats": TrainingBatch(repeats, [[place] for place in repeated])}
 
 
