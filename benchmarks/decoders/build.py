@@ -76,9 +76,9 @@ _ZAMBA: dict[str, Any] = {
     "num_hidden_layers": 6, "layers_block_type": _kinds("lhlhll"), "attention_hidden_size": 128,
     "attention_head_dim": 32, "num_key_value_heads": 4, "use_mamba_kernels": False,
 }  # fmt: skip
-_FOUR_LAYERS = {  # of which two are not of all kinds
-    "afmoe", "beam", "deepseek_v4", "exaone_moe", "flint", "hy_v4", "lara_mini", "lfm3", "llama4_text",
-    "modernbert-decoder", "recurrent_gemma",
+_FOUR_LAYERS = {  # of which two are not of all kinds, or whose answers two windows keep from their slots
+    "afmoe", "beam", "deepseek_v4", "exaone_moe", "flint", "hy_v4", "kolibri1", "lara_mini", "lfm3", "llama4_text",
+    "mistral", "modernbert-decoder", "recurrent_gemma",
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
     "axk1": {**_MLA, "n_group": 2, "mlp_layer_types": ["dense", "sparse"]},
