@@ -49,8 +49,8 @@ def splice_prompts(inputs: DecoderInputs, prompts: Sequence[Prompt]) -> SplicedP
         # No position is all zeros, of which some architectures' gradients are NaN.
         padding = np.full(missing, inputs.padding)
         pieces = [padding, *prompt.pieces] if side == "left" else [*prompt.pieces, padding]
-        pieces = [torch.as_tensor(piece, device=inputs.device) for piece in pieces]
-        parts = [piece if is_vectors(piece) else inputs.embed(piece) for piece in pieces]
+        tensors = [torch.as_tensor(piece, device=inputs.device) for piece in pieces]
+        parts = [tensor if is_vectors(tensor) else inputs.embed(tensor) for tensor in tensors]
         dtype = reduce(torch.promote_types, (part.dtype for part in parts))
         if len(widths := {part.shape[1] for part in parts}) > 1:
             raise ConfigError(f"slots and token embeddings of prompt {index} differ in width: {sorted(widths)}")
