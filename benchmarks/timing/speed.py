@@ -81,6 +81,7 @@ def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, 
     ratio, window = bundle.config.base_ratio, bundle.config.window
     forward: list[float] = []
     stored: list[float] = []
+    bundle.compress(passages[:1])  # loads the decoder
     with SoftContextStore(folder, bundle) as store:
         rounds = range(0, len(passages), _PASSAGES_PER_ROUND)
         for start in tqdm(rounds, desc="indexing", unit="round", disable=not progress):
