@@ -110,6 +110,10 @@ class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
         summed: Tensor = embeddings + self.backbone.embedding_rms() * hidden
         return summed
 
+    def looks_ahead(self) -> bool | None:
+        with self.trunk() as trunk:
+            return self._sees_ahead(trunk) if self.encodes else None
+
     def _sees_ahead(self, trunk: Any) -> bool:
         """Whether a token's vector depends on the next token under full attention; if not, say so in the log, once."""
         if self.ahead is None:

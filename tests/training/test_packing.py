@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.decoders.build import tiny_model
+from benchmarks.decoders.build import tiny_model, tiny_tokenizer
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError
@@ -36,7 +36,7 @@ from ctx_compress_rag.training.stages.repeat_and_answer import (
 from helpers.architectures import SLIDING_WINDOW, bos, model, tokenizer
 from helpers.models import draw_lora, tiny_config
 from helpers.ram import EXAMPLES
-from helpers.training import losses, settings_of
+from helpers.training import losses, report, settings_of
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 4))
@@ -158,6 +158,8 @@ def test_whether_slots_are_read_is_logged(decoder: Path, tmp_path: Path) -> None
     settings["optim"] |= {"log_every": 2, "save_every": 3}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     logged = json.loads((run_recipe(tmp_path / "recipe.yaml") / "loss.json").read_text())
+    said = report(tmp_path / "run")
+    assert said["encoder"] == "looks ahead" and "unpacked" not in said and not said["adapters"]["reader"]["left_out"]
     assert [(row["step"], "right" in row) for row in logged] == [(2, False), (3, True)]
     bundle = Bundle.from_pretrained(tmp_path / "run" / "bundle", device="cpu")
     draw_lora(bundle.backbone.model, 0.1)
@@ -203,3 +205,19 @@ def test_impossible_recipes_are_refused(decoder: Path, tmp_path: Path) -> None:
     made = recipe(decoder, tmp_path, method={"name": "compression_tokens"})
     with pytest.raises(ConfigError, match="not for compression_tokens"):
         PackedSlotLoss(bundle_to_train(made, EXAMPLES))
+
+
+@pytest.mark.parametrize("stage", ["packed", "adapter"])
+def test_the_report_says_what_a_decoder_does_not_admit(tmp_path: Path, stage: str) -> None:
+    """Mamba 2 has a state that runs through a row, no mask to lift, and kernels that read a weight past its adapter."""
+    tiny_model("mamba2").save_pretrained(tmp_path / "mamba2")
+    tiny_tokenizer().save_pretrained(tmp_path / "mamba2")
+    packing = {"rows": 2, "length": 256, "examples": 2} | ({"passage_rows": 2} if stage == "packed" else {})
+    settings = settings_for(tmp_path / "mamba2", tmp_path, stage, packing=packing)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    said = report(run_recipe(tmp_path / "recipe.yaml"))
+    assert "Mamba2ForCausalLM" in said["unpacked"]
+    assert ("encoder" in said) == (stage == "packed") and said.get("encoder", "causal").startswith("causal")
+    for adapter in said["adapters"].values():
+        (names,) = adapter["left_out"].values()
+        assert names[0].endswith("out_proj")

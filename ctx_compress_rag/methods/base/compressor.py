@@ -87,6 +87,10 @@ class Compressor(MethodPart, PassageRenderer):
     def save_files(self, folder: Path) -> None:
         """Write the method's own files, other than tensors, into the bundle's folder."""
 
+    def looks_ahead(self) -> bool | None:
+        """Whether vectors of tokens depend on later ones, if that is up to the decoder's layers; else None."""
+        return None
+
     @abstractmethod
     def forward(
         self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from torch import nn
 
 from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -154,6 +155,7 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
     bundle = bundle_to_train(recipe, examples)
     objective, collate, arranged = recipe.objective(bundle, examples)
     objective.seed = recipe.seed
+    about = decoder_report(bundle.backbone, objective) | encoder_report(bundle)
     saved = bundle.config.decoder is None
     speed_up_training(bundle.backbone.model, recipe.optim, dynamic=not recipe.packed, saved=saved)
 
@@ -162,7 +164,6 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
         objective.step, objective.ratios = step, recipe.ratios_at(step)
         objective.sample = part.sample if part.each == "example" else None
 
-    about: dict[str, Any] = {"adapters": adapter_report(bundle.backbone)}
     if bundle.report:
         about["earlier"] = bundle.report
 
@@ -183,8 +184,19 @@ def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
     )
 
 
-def adapter_report(backbone: Backbone) -> dict[str, Any]:
-    """Return, and log, what share of the decoder's layers each adapter made here changes, and which it leaves out."""
+def encoder_report(bundle: Bundle) -> dict[str, Any]:
+    """Return whether the encoder looks ahead, or why not, if that is up to the decoder's layers."""
+    if (ahead := bundle.compressor.looks_ahead()) is None:
+        return {}
+    causal = f"causal, as layers of {type(bundle.backbone.model).__name__} are whatever the mask"
+    return {"encoder": "looks ahead" if ahead else causal}
+
+
+def decoder_report(backbone: Backbone, objective: nn.Module) -> dict[str, Any]:
+    """Return, and log, what share of the decoder's layers each adapter made here changes, and which it leaves out.
+
+    Also returned is why an objective in packed rows does not pack.
+    """
     report: dict[str, Any] = {}
     for adapter, left_out in backbone.left_out.items():
         share, reasons = round(adapted_share(backbone.model, adapter), 3), dict[str, list[str]]()
@@ -193,7 +205,8 @@ def adapter_report(backbone: Backbone) -> dict[str, Any]:
         said = "".join(f"; left out, as {reason}: {len(names)}, as {names[0]}" for reason, names in reasons.items())
         logger.info("LoRA %r changes %.0f %% of the layers' weights%s", adapter, 100 * share, said)
         report[adapter] = {"share_of_layers": share, "left_out": reasons}
-    return report
+    unpacked = f"{type(backbone.model).__name__} does not keep sequences in one row apart"
+    return {"adapters": report} | ({} if getattr(objective, "packs", True) else {"unpacked": unpacked})
 
 
 def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundle:

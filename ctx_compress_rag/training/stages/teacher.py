@@ -28,7 +28,7 @@ from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import ExampleCollator
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
 from ctx_compress_rag.training.recipe import register_stage
-from ctx_compress_rag.training.stages.compression import adapter_report
+from ctx_compress_rag.training.stages.compression import decoder_report
 
 
 class TeacherRecipe(Recipe):
@@ -161,7 +161,7 @@ def make_teacher_job(recipe: TeacherRecipe) -> TrainingJob:
         config.base_model_name_or_path, config.revision = base.name_or_path, recipe.revision
         config.save_pretrained(str(recipe.output))
 
-    about = {"adapters": adapter_report(backbone)}
+    about = decoder_report(backbone, model)
     layers, micro = transformers_layers([base]), 1 if recipe.packing else None
     return TrainingJob(model, examples, collate, save, about=about, layers=layers, micro_batch_size=micro)
 
