@@ -65,6 +65,7 @@ def _kinds(kinds: str) -> list[str]:
     return [{"c": "conv", "m": "mlp", "h": "hybrid"}.get(kind) or f"{names[kind]}_attention" for kind in kinds]
 
 
+_OLD_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 _SPARSE = ["dense", "sparse", "sparse"]
 _MLA = {"num_key_value_heads": 4, "head_dim": 8}
 _MULTIPLIED = {
@@ -229,7 +230,10 @@ def _shrunk(kind: Any) -> dict[str, Any]:
         "bos_token_id": tokenizer.eos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    own = _OWN.get(kind.model_type, {})
+    own = dict(_OWN.get(kind.model_type, {}))
+    for key in ("layer_types", "layers_block_type"):
+        if "mamba" in (full.get(key) or ()):  # before transformers 5.24
+            own[key] = [_OLD_KINDS.get(each, each) for each in own.get(key, full[key])]
     if "layer_types" in own:
         sizes["num_hidden_layers"] = len(own["layer_types"])
     elif kind.model_type in _FOUR_LAYERS:

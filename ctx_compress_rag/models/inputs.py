@@ -28,7 +28,8 @@ class DecoderInputs:
         # A state of the whole text, as of RWKV, may take up padding before it; prompts with one are answered alone.
         self.padding_side = "left" if can_share_cache(model) else "right"
         self._by_layer = reads_tables_by_layer(config)
-        self._rows = getattr(trunk, "get_per_layer_inputs", None)  # None in Qwen4-exp, which takes the ids
+        self._width = getattr(config, "hidden_size_per_layer_input", None)  # None in Qwen4-exp, which takes the ids
+        self._table = getattr(trunk, "embed_tokens_per_layer", None)
         self._scale = 1.0
         self._scale = self._measured_scale()
 
@@ -57,7 +58,8 @@ class DecoderInputs:
         if self._by_layer:
             ids = ids.to(vectors.device)
             ids = ids.masked_fill(ids == NO_TOKEN, self.padding)
-            given |= {"per_layer_inputs": self._rows(ids)} if self._rows else {"ple_input_ids": ids}
+            rows = self._table(ids).unflatten(-1, (-1, self._width)) if self._table is not None else None
+            given |= {"ple_input_ids": ids} if rows is None else {"per_layer_inputs": rows}
         return given
 
     @torch.no_grad()
