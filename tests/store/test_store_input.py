@@ -95,7 +95,7 @@ def test_sync_keeps_what_is_added_while_it_compresses(tmp_path: Path, app: Any) 
 
 
 def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, bundle: WordBundle) -> None:
-    with pytest.raises(ConfigError, match=r"'big' has 5,000,000 characters.*cut it into passages"):
+    with pytest.raises(ConfigError, match=r"'big' has 5,000,000 characters.*: cut it"):
         store.add(["fine", "word " * 1_000_000], ["small", "big"], progress=False)
     assert (len(store), bundle.calls) == (0, [])
     store.add(["w" * MAX_CHARACTERS], progress=False)

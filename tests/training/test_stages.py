@@ -341,7 +341,8 @@ def test_perplexity_is_the_exponent_of_the_mean_loss(bundle: Any) -> None:
         assert (score.system, score.ratio) == (system, ratio)
         assert score.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
     assert len({round(math.log(score.value), 2) for score in made}) == 4  # what it is given shows
-    assert perplexity_table(made).splitlines()[4] == f"| soft context | 4x | {made[2].value:.4g} |"
+    shares = " | ".join(f"{share:.3f}" for share in made[2].right.values())
+    assert perplexity_table(made).splitlines()[4] == f"| soft context | 4x | {made[2].value:.4g} | {shares} |"
 
 
 @pytest.fixture(scope="module")
