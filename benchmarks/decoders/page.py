@@ -3,7 +3,8 @@
 import re
 from collections.abc import Mapping
 
-from benchmarks.decoders.trial import WAYS, YES
+from benchmarks.decoders.outcome import YES
+from benchmarks.decoders.trial import WAYS
 
 _HEAD = """# Decoders
 
@@ -20,6 +21,17 @@ computation, or refused with a reason.
 
 """
 
+_METHODS = """
+## Other methods
+
+`tests/models/test_decoders.py` trains, reloads and asks these, and compares with plain passes:
+
+| types | compression tokens | RAM | ComprExIT | ArcAligner |
+|---|---|---|---|---|
+| deepseek_v3, gemma4_text, gpt_oss, llama, llama4_text | yes | yes | yes | yes |
+| falcon_h1, mamba2 | refused: a state reads on past a mask | yes | yes | yes |
+| gemma3n_text | yes | yes | refused: layers pass on four streams | refused: the same |
+"""  # the test `test_other_methods_are_right_or_refused`
 
 # What an error says of one type, in words that fit all of them.
 _OWN_WORDS = {
@@ -45,7 +57,7 @@ def decoder_page(found: Mapping[str, Mapping[str, str]], version: str) -> str:
     lines.append("|---" * (len(WAYS) + 1) + "|")
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in sorted(rows.items(), key=_size)]
     lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items())]
-    return _HEAD.format(version=version, right=right, count=len(found)) + "\n".join(lines) + "\n"
+    return _HEAD.format(version=version, right=right, count=len(found)) + "\n".join(lines) + "\n" + _METHODS
 
 
 def _size(row: tuple[tuple[str, ...], list[str]]) -> int:

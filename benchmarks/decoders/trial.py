@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.decoders.build import TEXTS, tiny_model, tiny_tokenizer
+from benchmarks.decoders.outcome import STEPS, Wrong, check_answers, check_close, greedy, outcome, spliced
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
@@ -18,10 +19,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.engines.gguf_weights import weights_digests, write_checkpoint
 from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.errors import CtxCompressError
-from ctx_compress_rag.models.inputs import NO_TOKEN, DecoderInputs
 from ctx_compress_rag.models.transformers_internals import can_share_cache
-from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.run import run_recipe
@@ -29,10 +27,8 @@ from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLo
 from ctx_compress_rag.training.stages.repeat_and_answer import PackedSlotData, PackedSlotLoss, RepeatAndAnswerRecipe
 
 WAYS = ("answer", "train", "quote", "shared passes", "merge", "vLLM", "llama.cpp")
-YES = "yes"
-_STEPS = 4  # tokens of an answer
 _ASKED = ["The lighthouse of Brenmoor", "user: who built it? Answer in few words. Context is below", "He said"]
-_EXAMPLES = [
+EXAMPLES = [
     Example(("Orla Reedwen keeps a goat.",), (Turn("Which pet?", ("a goat",)),)),
     Example(("Kormoor lies on the river Halen.",), (Turn("Where?", ("on the river Halen, near the sea",)),)),
     Example(("Pell trades in salt.",), (Turn("What?", ("salt",)),)),
@@ -41,91 +37,36 @@ _EXAMPLES = [
 _NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 
 
-class Wrong(Exception):
-    """A result that differs from the plain computation of it."""
-
-
 def try_decoder(name: str, folder: Path, ways: tuple[str, ...] = WAYS) -> dict[str, str]:
     """Return for each way "yes", "refused: ...", "wrong: ..." or "error: ...", of a tiny decoder of a type."""
     model = tiny_model(name)
     decoder = folder / "decoder"
     model.save_pretrained(decoder)
     tiny_tokenizer().save_pretrained(decoder)
-    found = {"answer": _outcome(lambda: _answers(decoder))}
+    found = {"answer": outcome(lambda: _answers(decoder))}
     trained: dict[str, Any] = {}
 
     def train() -> str | None:
         trained["trial"] = _Trial(decoder, folder)
         return None
 
-    found["train"] = _outcome(train)
+    found["train"] = outcome(train)
     if trial := trained.get("trial"):
         tries: dict[str, Callable[[], str | None]] = {
             "quote": trial.quotes, "shared passes": trial.shares, "merge": trial.merges, "vLLM": trial.serves,
             "llama.cpp": trial.converts,
         }  # fmt: skip
-        found |= {way: _outcome(own) for way, own in tries.items() if way in ways}
+        found |= {way: outcome(own) for way, own in tries.items() if way in ways}
         trial.close()
     return {way: found.get(way, found["train"]) for way in ways}
-
-
-def _outcome(way: Callable[[], str | None]) -> str:
-    try:
-        return way() or YES
-    except CtxCompressError as error:
-        return f"refused: {error}"
-    except Wrong as error:
-        return f"wrong: {error}"
-    except Exception as error:
-        return f"error: {type(error).__name__}: {error}"
-
-
-def _check_close(found: Any, wanted: Any, what: str, most: float = 2e-2) -> None:
-    found, wanted = (torch.as_tensor(each).float() for each in (found, wanted))
-    difference = float((found - wanted).abs().max()) if found.shape == wanted.shape and found.numel() else float("nan")
-    if not difference <= most * max(1.0, float(wanted.std(correction=0))):
-        raise Wrong(f"{what} differ by {difference:.2g}")
-
-
-@torch.no_grad()
-def _greedy(model: Any, inputs: Callable[[Tensor], dict[str, Tensor]]) -> list[float]:
-    """Log-probabilities of the greedy answer, by whole passes over one prompt, without padding and cache."""
-    values, answer = [], torch.zeros(0, dtype=torch.long)
-    for _ in range(_STEPS):
-        best = model(**inputs(answer), use_cache=False).logits[0, -1].float().log_softmax(-1).max(-1)
-        values.append(float(best.values))
-        answer = torch.cat([answer, best.indices.view(1)])
-    return values
-
-
-def _spliced(read: DecoderInputs, prompt: Prompt, answer: Tensor) -> dict[str, Tensor]:
-    whole = prompt.then(answer.tolist())
-    pieces = [torch.as_tensor(piece) for piece in whole.pieces]
-    vectors = torch.cat([piece.float() if piece.ndim == 2 else read.embed(piece) for piece in pieces])
-    ids = torch.from_numpy(whole.ids()).masked_fill(torch.from_numpy(whole.vector_mask()), NO_TOKEN)
-    return read.of(vectors[None], ids[None])
-
-
-def _check_answers(decoder: Decoder, prompts: list[Any], wanted: list[list[float]]) -> None:
-    """Several at once, one alone, and one as a stream."""
-    sampling = Sampling(max_tokens=_STEPS, logprobs=True, decoder_settings=False)
-    together = decoder.generate(prompts, sampling)
-    alone = decoder.generate(prompts[:1], sampling)
-    *pieces, streamed = decoder.stream(prompts[0], sampling)
-    for answer, values in zip([*together, *alone, streamed], [*wanted, wanted[0], wanted[0]], strict=True):
-        found = [token.logprob for token in getattr(answer, "logprobs", None) or ()]
-        if found:
-            _check_close(found, values[: len(found)], "an answer's log-probabilities")
-    if "".join(map(str, pieces)) != alone[0].text:
-        raise Wrong("a stream gives another answer")
 
 
 def _answers(folder: Path) -> None:
     decoder = Decoder(PlainDecoder.load(folder))
     reference = decoder.bundle.backbone.model
     ids = [torch.from_numpy(prompt.ids()) for prompt in decoder.preparer.prepare(_ASKED)]
-    wanted = [_greedy(reference, partial(_continued, own)) for own in ids]
-    _check_answers(decoder, _ASKED, wanted)
+    wanted = [greedy(reference, partial(_continued, own)) for own in ids]
+    check_answers(decoder, _ASKED, wanted)
 
 
 def _continued(ids: Tensor, answer: Tensor) -> dict[str, Tensor]:
@@ -137,7 +78,7 @@ class _Trial:
 
     def __init__(self, decoder: Path, folder: Path) -> None:
         self.folder = folder
-        write_jsonl(folder / "data.jsonl", _EXAMPLES)
+        write_jsonl(folder / "data.jsonl", EXAMPLES)
         optim = {"steps": 2, "batch_size": 4, "learning_rate": 1e-3, "warmup_ratio": 0.0, "log_every": 1}
         recipe = {
             "stage": "distillation", "output": str(folder / "run"), "decoder": str(decoder), "name": "tiny",
@@ -158,11 +99,11 @@ class _Trial:
         trained.save_pretrained(folder / "again")
         self.bundle = Bundle.from_pretrained(folder / "again")
         for found, wanted in zip(self._logits(self.bundle), self._logits(trained), strict=True):
-            _check_close(found, wanted, "a saved bundle's logits")
+            check_close(found, wanted, "a saved bundle's logits")
         together, alone = self.bundle.compress(TEXTS), [self.bundle.compress([text])[0] for text in TEXTS]
         for one, other in zip(together, alone, strict=True):
-            _check_close(one.slots, other.slots, "slots of a batch")
-        _check_close(self._logits(self.bundle)[0], PlainDecoder.load(decoder).backbone.model(**_ids()).logits, "logits")
+            check_close(one.slots, other.slots, "slots of a batch")
+        check_close(self._logits(self.bundle)[0], PlainDecoder.load(decoder).backbone.model(**_ids()).logits, "logits")
         self._check_losses()
         self.store = SoftContextStore(str(folder / "store"), self.bundle)
         self.store.add(TEXTS, ids=["a", "b", "c"])
@@ -174,8 +115,8 @@ class _Trial:
         self.wanted = []
         for prompt in prompts:
             with self.bundle.backbone.use(self.bundle.adapter_shares(prompt.side)) as model:
-                self.wanted.append(_greedy(model, partial(_spliced, self.bundle.backbone.inputs, prompt)))
-        _check_answers(decoder_, self.chats, self.wanted)
+                self.wanted.append(greedy(model, partial(spliced, self.bundle.backbone.inputs, prompt)))
+        check_answers(decoder_, self.chats, self.wanted)
 
     @staticmethod
     def _lora(bundle: Bundle, kind: str) -> Iterator[tuple[str, Any]]:
@@ -200,14 +141,14 @@ class _Trial:
             "repeat": [{"step": 0, "share": 0.0}],
         })  # fmt: skip
         builder = TrainingPromptBuilder(self.bundle.tokenizer)
-        batch = PackedSlotData(builder, _EXAMPLES, ["salt"], recipe)[0]
+        batch = PackedSlotData(builder, EXAMPLES, ["salt"], recipe)[0]
         plain, packed = LikelihoodLoss(self.bundle), PackedSlotLoss(self.bundle)
         plain.ratios = [4]
         collate = AnswerCollator(builder, recipe.data.templates, 256, recipe.seed)
         with torch.no_grad():
-            whole = [plain(**collate([example]))["loss"] * self._targets(collate, example) for example in _EXAMPLES]
-            wanted = sum(whole) / sum(self._targets(collate, example) for example in _EXAMPLES)
-            _check_close(packed(batch)["loss"], wanted, "losses", 1e-3)
+            whole = [plain(**collate([example]))["loss"] * self._targets(collate, example) for example in EXAMPLES]
+            wanted = sum(whole) / sum(self._targets(collate, example) for example in EXAMPLES)
+            check_close(packed(batch)["loss"], wanted, "losses", 1e-3)
 
     @staticmethod
     def _targets(collate: AnswerCollator, example: Example) -> int:
@@ -215,7 +156,7 @@ class _Trial:
 
     def quotes(self) -> None:
         decoder = Decoder(self.bundle, self.store)
-        for answer in decoder.generate(self.chats[:2], Sampling(max_tokens=_STEPS, extractive=True)):
+        for answer in decoder.generate(self.chats[:2], Sampling(max_tokens=STEPS, extractive=True)):
             if answer.text.strip() not in " ".join([*TEXTS, "Context:"]):
                 raise Wrong(f"{answer.text!r} is no quotation")
 
@@ -223,7 +164,7 @@ class _Trial:
         return None if can_share_cache(self.bundle.backbone.model) else "one by one"
 
     def merges(self) -> None:
-        _check_answers(Decoder(self.bundle, self.store, merge=True), self.chats, self.wanted)
+        check_answers(Decoder(self.bundle, self.store, merge=True), self.chats, self.wanted)
 
     @torch.no_grad()
     def serves(self) -> None:
@@ -231,14 +172,14 @@ class _Trial:
         export_for_vllm(self.bundle, self.folder / "vllm")
         text, soft, _ = self._logits(self.bundle)
         decoder = PlainDecoder.load(self.folder / "vllm" / "decoder").backbone.model
-        _check_close(decoder(**_ids()).logits, text, "the logits of vLLM's decoder")
+        check_close(decoder(**_ids()).logits, text, "the logits of vLLM's decoder")
         adapter = load_file(self.folder / "vllm" / "reader" / "adapter_model.safetensors")
         for name, down in adapter.items():
             if ".lora_A." in name:  # its alpha is its rank
                 layer = decoder.get_submodule(name.removeprefix("base_model.model.").partition(".lora_A.")[0])
                 delta = adapter[name.replace(".lora_A.", ".lora_B.")] @ down
                 layer.weight += delta if isinstance(layer, torch.nn.Linear) else delta.T
-        _check_close(decoder(**_ids()).logits, soft, "the logits of vLLM's adapter")
+        check_close(decoder(**_ids()).logits, soft, "the logits of vLLM's adapter")
 
     @torch.no_grad()
     def converts(self) -> None:
@@ -247,7 +188,7 @@ class _Trial:
         for side, wanted in zip(sides, self._logits(self.bundle), strict=False):
             write_checkpoint(self.bundle, side, self.folder / "llama_cpp" / side)
             merged = PlainDecoder.load(self.folder / "llama_cpp" / side).backbone.model
-            _check_close(merged(**_ids()).logits, wanted, f"the logits of llama.cpp's {side}")
+            check_close(merged(**_ids()).logits, wanted, f"the logits of llama.cpp's {side}")
 
     def close(self) -> None:
         self.store.close()

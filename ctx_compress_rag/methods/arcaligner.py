@@ -224,7 +224,7 @@ class ArcAlignerReader(Reader):
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `forward`, the method of the twin's trunk that this one replaces; if there are slots, by algorithm 1."""
-        cached = any(isinstance(value, Cache) and value.get_seq_length() for value in (*args, *kwargs.values()))
+        cached = any(isinstance(value, Cache) and _is_read_on(value) for value in (*args, *kwargs.values()))
         inputs = kwargs.get("inputs_embeds")
         if inputs is None:
             inputs = args[0] if args else kwargs["input_ids"]  # every trunk's first argument
@@ -301,6 +301,13 @@ class ArcAlignerReader(Reader):
             state = state.masked_scatter(at.unsqueeze(-1), updated.to(state.dtype))  # eq. 9
         self.last_loops[number] = loops
         return (state, *made[1:]) if isinstance(made, tuple) else state
+
+
+def _is_read_on(cache: Cache) -> bool:
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:  # of states alone, as Mamba's
+        return bool(cache.has_previous_state())
 
 
 def _states(made: Any) -> Tensor:

@@ -14,7 +14,7 @@ from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.layers import decoder_trunk, one_stream
+from ctx_compress_rag.models.layers import layer_states
 
 
 class ComprexitConfig(MethodConfig):
@@ -192,11 +192,9 @@ class ComprexitCompressor(TokenCompressor):
         """
         input_ids, _, first = self.behind_bos(input_ids, torch.ones_like(input_ids))
         with self.backbone.use(None) as model:
-            output = decoder_trunk(model)(input_ids=input_ids, use_cache=False, output_hidden_states=True)
-        states = [
-            one_stream(model, state)[:, first:].to(self.anchor.weight.dtype) for state in output.hidden_states[1:]
-        ]
-        return [F.rms_norm(state, state.shape[-1:]) for state in states]
+            states = layer_states(model, input_ids=input_ids)
+        scaled = (state[:, first:].to(self.anchor.weight.dtype) for state in states)
+        return [F.rms_norm(state, state.shape[-1:]) for state in scaled]
 
     def anchors(self, states: Sequence[Tensor]) -> Tensor:
         """Return token anchors (eq. 7), (batch, length, slot dim). `layers: last` makes them of the last layer."""

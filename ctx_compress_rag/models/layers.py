@@ -51,6 +51,24 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     raise ConfigError(f"{type(trunk).__name__} has no list of its {count} layers: choose another decoder")
 
 
+def layer_states(model: Any, **inputs: Any) -> list[Tensor]:
+    """Return what comes out of each of a causal LM's layers, (batch, length, dim), of the last after the final norm.
+
+    transformers' own `hidden_states` are of Mamba's layers others. Raises the ConfigErrors of `one_stream` and
+    `decoder_layers`.
+    """
+    made: list[Tensor] = []
+
+    def keep(layer: nn.Module, args: Any, out: Any) -> None:
+        made.append(one_stream(layer, out[0] if isinstance(out, tuple) else out))
+
+    with ExitStack() as hooks:
+        for layer in decoder_layers(model):
+            hooks.callback(layer.register_forward_hook(keep).remove)
+        last = decoder_trunk(model)(**inputs, use_cache=False).last_hidden_state
+    return [*made[:-1], last]
+
+
 def one_stream(module: nn.Module, states: Tensor) -> Tensor:
     """Return what a decoder's layer returned; raise ConfigError unless it is (batch, length, dim).
 
@@ -65,10 +83,23 @@ def one_stream(module: nn.Module, states: Tensor) -> Tensor:
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers, with names, of a decoder or of some of its layers, but not those of LoRA adapters."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and "lora_" not in name:
-            yield name.removesuffix(".base_layer"), layer
+    """Yield the linear layers, with names, of a decoder layer that a change at some positions of a prompt can be in.
+
+    Left out are LoRA adapters, routers, what DeepSeek's attention runs again on all positions in its cache, and what
+    kernels read past hooks.
+    """
+    left_out, modules = _ROUTERS | {"kv_b_proj"}, dict(module.named_modules())
+    for name, layer in modules.items():
+        if isinstance(layer, nn.Linear) and "lora_" not in name and left_out.isdisjoint(name.split(".")):
+            own = name.removesuffix(".base_layer")
+            if not _read_by_kernels(own, modules):
+                yield own, layer
+
+
+def _read_by_kernels(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether kernels of a state-space layer may read this layer's weight without a call of the layer."""
+    parent, _, own = name.rpartition(".")
+    return own == "out_proj" and hasattr(modules[parent], "A_log")
 
 
 def fused_experts(model: nn.Module) -> list[str]:
@@ -114,10 +145,9 @@ def lora_places(model: Any, wanted: str | Collection[str], kept: int | None = No
     reached = _layers_with_gradient(model, kinds)
     left_out = {}
     for name in names:
-        parent, _, own = name.rpartition(".")
         if wanted == "all-linear" and not _ROUTERS.isdisjoint(name.split(".")):
             left_out[name] = "it chooses experts"
-        elif own == "out_proj" and hasattr(modules[parent], "A_log"):
+        elif _read_by_kernels(name, modules):
             left_out[name] = "kernels of state-space layers read its weight past an adapter"
         elif name not in reached and ".experts." not in name:  # a few tokens do not reach all experts
             left_out[name] = "an adapter would not change the logits"

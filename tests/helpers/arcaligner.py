@@ -1,16 +1,13 @@
-"""ArcAligner readers on tiny decoders, prompts for them, and the same decoders built from merged weights."""
+"""ArcAligner readers on tiny decoders, and prompts for them."""
 
-import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from ctx_compress_rag.decoding.splice import SplicedPrompts, splice_prompts
 from ctx_compress_rag.methods.arcaligner import ArcAlignerConfig, ArcAlignerReader
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.layers import decoder_layers
 from helpers import architectures
 from helpers.decoding import prompt_of
 
@@ -57,60 +54,3 @@ def alone(batch: SplicedPrompts, row: int) -> SplicedPrompts:
     parts = (batch.inputs_embeds, batch.attention_mask, batch.position_ids, batch.slot_mask)
     vectors, *others = (part[row][real].unsqueeze(0) for part in parts)
     return SplicedPrompts({"inputs_embeds": vectors}, *others)
-
-
-class PerPosition(nn.Module):
-    """A linear layer with merged weights at slots and its own elsewhere."""
-
-    def __init__(self, linear: nn.Linear, merged: Tensor, mask: Tensor) -> None:
-        super().__init__()
-        self.linear, self.merged, self.mask = linear, merged, mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = F.pad(self.mask, (0, x.shape[1] - self.mask.shape[1])).unsqueeze(-1)
-        return torch.where(mask, F.linear(x, self.merged, self.linear.bias), self.linear(x))
-
-
-class Looped(nn.Module):
-    """A decoder layer and its loops, without a cache, decided at every position and kept at slots.
-
-    `decided` is what each loop's gates decided at the last input: (batch, length, 1), 0 or 1.
-    """
-
-    def __init__(self, layer: nn.Module, gate: dict[str, Tensor], mask: Tensor, loops: int) -> None:
-        super().__init__()
-        self.layer, self.gate, self.mask, self.loops = layer, gate, mask, loops
-
-    def forward(self, h: Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = self.layer(h, *args, **kwargs)  # eq. 3, 4
-        h = made[0] if isinstance(made, tuple) else made
-        mask = F.pad(self.mask, (0, h.shape[1] - self.mask.shape[1])).unsqueeze(-1)
-        self.decided = []
-        for _ in range(self.loops):
-            inner = F.silu(F.linear(h, self.gate["0.weight"], self.gate["0.bias"]))
-            soft = F.linear(inner, self.gate["2.weight"], self.gate["2.bias"]).sigmoid()  # eq. 5
-            hard = (soft >= 0.5).to(h.dtype)
-            self.decided.append(hard)
-            g = mask * (hard + (soft - soft.detach()))  # eq. 7
-            again = self.layer(h, *args, **kwargs)  # eq. 6
-            h = g * (again[0] if isinstance(again, tuple) else again) + (1 - g) * h  # eq. 8, 9
-        return (h, *made[1:]) if isinstance(made, tuple) else h
-
-
-def merged_model(reader: ArcAlignerReader, mask: Tensor, weights: dict[str, Tensor] | None = None) -> Any:
-    """The reader's decoder for prompts with these slots, built from merged weights; without a cache only.
-
-    `weights` take the place of the reader's, and get gradients.
-    """
-    model = copy.deepcopy(reader.backbone.model)
-    state = weights or reader.state_dict()
-    layers = decoder_layers(model)
-    for number, layer in enumerate(layers):
-        for name, linear in list(layer.named_modules()):
-            if isinstance(linear, nn.Linear):
-                a, b = (state[f"lora.{number}.updates.{name.replace('.', '_')}.{which}"] for which in "ab")
-                merged = linear.weight + LORA["alpha"] / LORA["rank"] * b @ a
-                layer.set_submodule(name, PerPosition(linear, merged, mask))
-        gate = {n.removeprefix(f"gates.{number}."): p for n, p in state.items() if n.startswith(f"gates.{number}.")}
-        layers[number] = Looped(layer, gate, mask, reader.config.loops)
-    return model

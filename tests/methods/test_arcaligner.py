@@ -9,13 +9,14 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.decoders.methods import merged_model
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.arcaligner import ArcAlignerReader
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import load_decoder
 from helpers import architectures
-from helpers.arcaligner import alone, make_reader, merged_model, prompts, read
+from helpers.arcaligner import alone, make_reader, prompts, read
 from helpers.models import draw_lora
 
 
