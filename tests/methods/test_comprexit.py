@@ -103,8 +103,8 @@ def test_slots_follow_the_equations(make: Any, method: dict[str, Any], length: i
         torch.testing.assert_close(out, w["outer.weight"] @ gelu + w["outer.bias"], atol=1e-8, rtol=1e-8)
 
 
-@pytest.mark.parametrize("name", architectures.NAMES)
-def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral"])
+def test_layers_are_those_of_transformers(name: str) -> None:
     compressor = ComprexitCompressor(
         Backbone(architectures.model(name), architectures.tokenizer(name)),
         ComprexitConfig(**SMALL),
@@ -112,7 +112,9 @@ def test_layers_are_the_blocks_outputs_in_every_architecture(name: str) -> None:
     [ids] = architectures.random_ids(name, [3 * architectures.SLIDING_WINDOW])
     states = compressor.hidden_states(ids.unsqueeze(0))
     bos = architectures.bos(name)  # it is read first, and goes into no slot
-    expected = [output[len(bos) :] for output in blocks_outputs(compressor.backbone.model, [*bos, *ids.tolist()])]
+    with torch.no_grad():
+        read = compressor.backbone.model(input_ids=torch.tensor([[*bos, *ids.tolist()]]), output_hidden_states=True)
+    expected = [output[0, len(bos) :] for output in read.hidden_states[1:]]
     assert len(states) == len(expected) == compressor.backbone.model.config.num_hidden_layers
     for state, output in zip(states, expected, strict=True):
         sized = output / output.pow(2).mean(-1, keepdim=True).sqrt()

@@ -106,7 +106,7 @@ def recipe(decoder: Path, tmp_path: Path, **changes: Any) -> RepeatAndAnswerReci
 
 
 @pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Llama", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral"])  # others: the trial in tests/models/test_decoders.py
 def test_packed_prompts_have_the_loss_of_unpacked_ones(name: str, packs: bool, decoder: Path, tmp_path: Path) -> None:
     """With a BOS before each passage and prompt, windows shorter than both, and scaled embeddings."""
     made = recipe(decoder, tmp_path, ratios=[4], repeat=[{"step": 0, "share": 0.0}])
