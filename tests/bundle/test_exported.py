@@ -19,19 +19,7 @@ from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.fast_tokenizer import FastTokenizer
 from ctx_compress_rag.text.tokenizing import text_tokens
 from helpers import architectures
-from helpers.decoding import PASSAGES, QUESTION
-
-WITHOUT_TORCH = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "peft", "sentence_transformers"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
-"""
-"""The beginning of a program that answers: none of these can be imported."""
+from helpers.decoding import PASSAGES, QUESTION, WITHOUT_TORCH
 
 PREPARE = """
 import json

@@ -17,6 +17,18 @@ from ctx_compress_rag.prompt import Prompt, is_vectors
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.record import record_id
 
+WITHOUT_TORCH = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "peft", "sentence_transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+"""The beginning of a program that answers: none of these can be imported."""
+
 PASSAGES = {
     "a": "Orla Drumwell was born in Pellmouth. She kept bees and wrote three books about the northern coast.",
     "b": "Pellmouth is a town.",

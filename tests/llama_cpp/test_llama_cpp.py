@@ -1,5 +1,6 @@
 """A real llama.cpp gives the scores of transformers, whatever a family does, and its answers, however many ask."""
 
+import json
 import os
 import subprocess
 import sys
@@ -25,12 +26,22 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder
 from helpers import architectures
 from helpers.architectures import random_ids
-from helpers.decoding import begun, passage_store, prompt_of, prompts_of, wait_for
+from helpers.decoding import PASSAGES, QUESTION, WITHOUT_TORCH, begun, passage_store, prompt_of, prompts_of, wait_for
 from helpers.engines import EngineTests
 from helpers.gguf import write_gguf
 from helpers.models import draw_lora, tiny_config, tiny_llama
 
 pytestmark = pytest.mark.llama_cpp
+
+ANSWER = """
+import json
+from ctx_compress_rag import Decoder, ExportedBundle, Sampling, SoftContextStore
+
+folder, chroma, text = sys.argv[1:]
+with SoftContextStore(chroma, ExportedBundle(folder)) as store:
+    [answer] = Decoder(store.bundle, store, engine="llama.cpp", weights=folder).generate([text], Sampling(max_tokens=8))
+print(json.dumps([answer.text, answer.slots]))
+"""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -290,6 +301,17 @@ def test_opening_and_answering_load_no_transformers_model(
         assert opened.backbone.loaded is not written
         fast.close()
     assert list(cache.glob("ctx_compress_rag/llama.cpp/*/*-BF16/reader.gguf"))
+
+
+def test_a_process_without_torch_answers_as_transformers_does(bundle: Bundle, files: Path, tmp_path: Path) -> None:
+    with SoftContextStore(tmp_path / "chroma", bundle) as store:
+        store.add(list(PASSAGES.values()), list(PASSAGES), progress=False)
+        text = f"{store.marker(next(iter(PASSAGES)), 4)} {QUESTION}"
+        [expected] = Decoder(bundle, store).generate([text], Sampling(max_tokens=8))
+    command = [sys.executable, "-c", WITHOUT_TORCH + ANSWER, str(files), str(tmp_path / "chroma"), text]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [expected.text, expected.slots] and expected.slots
 
 
 def test_files_of_another_bundle_are_refused(
