@@ -272,7 +272,7 @@ class ArcAlignerReader(Reader):
         H^(l+1,0), (batch, length, dim), or a tuple that begins with it. Returns `made` with H^(l+1,T) in place of
         H^(l+1,0), which is the next layer's input.
         """
-        state = one_stream(layer, _states(made))
+        state = one_stream(layer, made)
         training = self.training and torch.is_grad_enabled()
         # Only the mandatory pass writes to the layer's cache, whatever its argument is called.
         given = [None if isinstance(value, Cache) else value for value in args[1:]]
@@ -288,7 +288,8 @@ class ArcAlignerReader(Reader):
             hard = logits >= 0  # sigmoid(logits) >= 0.5, without its rounding
             loops[at] += hard.squeeze(1).long()
             if training:
-                candidate, soft = _states(layer.forward(state, *given, **named))[at], logits.sigmoid()  # eq. 6, 5
+                candidate = one_stream(layer, layer.forward(state, *given, **named))[at]  # eq. 6
+                soft = logits.sigmoid()  # eq. 5
                 g = hard.to(soft.dtype) + (soft - soft.detach())  # eq. 7: exactly 0 or 1, with the gradient of eq. 5
                 # Eq. 8. As current + g (candidate - current), half precision would round the candidate.
                 updated = g * candidate + (1 - g) * current
@@ -297,7 +298,7 @@ class ArcAlignerReader(Reader):
                 at = at.masked_scatter(at, hard)
                 if not at.any():
                     break
-                updated = _states(layer.forward(state, *given, **named))[at]
+                updated = one_stream(layer, layer.forward(state, *given, **named))[at]
             state = state.masked_scatter(at.unsqueeze(-1), updated.to(state.dtype))  # eq. 9
         self.last_loops[number] = loops
         return (state, *made[1:]) if isinstance(made, tuple) else state
@@ -308,12 +309,6 @@ def _is_read_on(cache: Cache) -> bool:
         return cache.get_seq_length() > 0
     except ValueError:  # of states alone, as Mamba's
         return bool(cache.has_previous_state())
-
-
-def _states(made: Any) -> Tensor:
-    """Return the states in a decoder layer's result, which is for some layers a tuple that begins with the states."""
-    states: Tensor = made[0] if isinstance(made, tuple) else made
-    return states
 
 
 register(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ def layer_states(model: Any, **inputs: Any) -> list[Tensor]:
     made: list[Tensor] = []
 
     def keep(layer: nn.Module, args: Any, out: Any) -> None:
-        made.append(one_stream(layer, out[0] if isinstance(out, tuple) else out))
+        made.append(one_stream(layer, out))
 
     with ExitStack() as hooks:
         for layer in decoder_layers(model):
@@ -69,11 +69,12 @@ def layer_states(model: Any, **inputs: Any) -> list[Tensor]:
     return [*made[:-1], last]
 
 
-def one_stream(module: nn.Module, states: Tensor) -> Tensor:
-    """Return what a decoder's layer returned; raise ConfigError unless it is (batch, length, dim).
+def one_stream(module: nn.Module, made: Any) -> Tensor:
+    """Return the states in what a decoder's layer returned, with some in a tuple; ConfigError but for three dimensions.
 
-    Gemma 3n passes four such tensors from layer to layer.
+    They are (batch, length, dim); Gemma 3n passes four such tensors from layer to layer.
     """
+    states: Tensor = made[0] if isinstance(made, tuple) else made
     if states.ndim != 3:
         raise ConfigError(
             f"{type(module).__name__} returns states of shape {tuple(states.shape)}, which a method that changes or "
@@ -158,8 +159,20 @@ def lora_places(model: Any, wanted: str | Collection[str], kept: int | None = No
     return places
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
+@contextmanager
+def embeddings_with_gradient(model: Any) -> Iterator[list[Tensor]]:
+    """Have a causal LM's embeddings require gradients in the block, in which they are collected, pass after pass."""
+    vectors: list[Tensor] = []
+
+    def detached(module: Any, args: Any, out: Tensor) -> Tensor:
+        vectors.append(out.detach().requires_grad_())
+        return vectors[-1].clone()  # CTRL scales it in place
+
+    hook = model.get_input_embeddings().register_forward_hook(detached)
+    with torch.inference_mode(False), torch.enable_grad(), hook:
+        yield vectors
+
+
 def _layers_with_gradient(model: Any, kinds: tuple[type[nn.Module], ...]) -> set[str]:
     """Return the names of the layers of these classes whose output changes the logits of a few tokens."""
     reached: set[str] = set()
@@ -168,16 +181,13 @@ def _layers_with_gradient(model: Any, kinds: tuple[type[nn.Module], ...]) -> set
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda gradient: reached.add(name) if gradient.any() else None)
 
-    with ExitStack() as hooks:
+    with ExitStack() as hooks, embeddings_with_gradient(model):
         for name, module in model.named_modules():
             if isinstance(module, kinds):
                 own = partial(note, name.removesuffix(".base_layer"))
                 hooks.callback(module.register_forward_hook(own).remove)
-        embed = model.get_input_embeddings()
-        ids = torch.arange(8, device=embed.weight.device).unsqueeze(0) % embed.weight.shape[0]
-        hooks.callback(
-            embed.register_forward_hook(lambda module, args, out: out.detach().requires_grad_().clone()).remove
-        )
+        weight = model.get_input_embeddings().weight
+        ids = torch.arange(8, device=weight.device).unsqueeze(0) % len(weight)
         model(input_ids=ids, use_cache=False).logits.float().pow(2).sum().backward()
     return reached
 

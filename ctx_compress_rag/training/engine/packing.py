@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.models.layers import decoder_trunk, logits_at
+from ctx_compress_rag.models.layers import decoder_trunk, embeddings_with_gradient, logits_at
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,6 @@ def collate_packed(items: Sequence[Any]) -> dict[str, Any]:
     return {"batch": batch}
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
 def keeps_apart(model: Any) -> bool:
     """Whether a causal LM reads the second of two sequences in a row as if alone; if not, say so in the log.
 
@@ -153,20 +151,15 @@ def keeps_apart(model: Any) -> bool:
     length, embed = 12, model.get_input_embeddings()
     ids = torch.arange(1, 2 * length + 1, device=embed.weight.device)[None] * 7 % embed.num_embeddings
     count = torch.arange(2 * length, device=ids.device)[None]
-    vectors: list[Tensor] = []
-
-    def with_gradient(module: Any, args: Any, out: Tensor) -> Tensor:
-        vectors.append(out.detach().requires_grad_())
-        return vectors[-1].clone()  # CTRL scales it in place
 
     def second(start: int, positions: Tensor) -> Tensor:
         read = decoder_trunk(model)(input_ids=ids[:, start:], position_ids=positions, use_cache=False)
         states: Tensor = read.last_hidden_state[0, -length:].float()
         return states
 
-    with embed.register_forward_hook(with_gradient):
+    with embeddings_with_gradient(model) as vectors:
         joined, after, alone = second(0, count % length), second(0, count), second(length, count[:, :length])
-    (gradient,) = torch.autograd.grad(joined.pow(2).sum(), vectors[0])
+        (gradient,) = torch.autograd.grad(joined.pow(2).sum(), vectors[0])
     moved = (joined - alone).abs().max() > _MOVED * (after - alone).abs().max()
     apart = not (moved or gradient[0, :length].any())
     if not apart:
