@@ -15,29 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ctx_compress_rag.bundle import files
 from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    DECODER_FOLDER,
-    INT8_ADAPTER_FILE,
-    REPORT_FILE,
-    TEACHER,
-    WEIGHTS_FILE,
-    adapter_layers,
-    check_bundle_files,
-    check_bundle_folder_free,
-    check_bundle_weights_unchanged,
-    find_bundle,
-    read_adapter_tensors,
-    read_bundle_config,
-    read_bundle_report,
-    read_bundle_tensors,
-    read_decoder_tensors,
-    weight_file_stamps,
-)
+from ctx_compress_rag.bundle.files import TEACHER
 from ctx_compress_rag.bundle.identity import bundle_fingerprint, decoder_digest, state_digest
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
@@ -134,11 +115,11 @@ class Bundle(PlainDecoder):
                 but the method needs a copy of the decoder.
         """
         with progress_line(f"opening the bundle {name_or_path}"):
-            folder = find_bundle(name_or_path, revision)
-            config = read_bundle_config(folder / CONFIG_FILE, changes)
-            check_bundle_files(folder)
+            folder = files.find_bundle(name_or_path, revision)
+            config = files.read_bundle_config(folder / files.CONFIG_FILE, changes)
+            files.check_bundle_files(folder)
             model, tokenizer = open_decoder(
-                folder / DECODER_FOLDER if config.decoder is None else config.decoder,
+                folder / files.DECODER_FOLDER if config.decoder is None else config.decoder,
                 config.revision,
                 device=device,
                 subfolder=config.subfolder,
@@ -149,9 +130,9 @@ class Bundle(PlainDecoder):
             tokenizer.chat_template = config.chat_template or tokenizer.chat_template
             teacher = folder / TEACHER
             backbone = Backbone(model, tokenizer)
-            parts = (part for part in ("compressor", "reader") if (folder / part / ADAPTER_CONFIG_FILE).exists())
-            adapters = {part: read_adapter_tensors(folder / part) for part in parts}
-            backbone.adapter_layers |= {part: adapter_layers(tensors) for part, tensors in adapters.items()}
+            parts = (part for part in ("compressor", "reader") if (folder / part / files.ADAPTER_CONFIG_FILE).exists())
+            adapters = {part: files.read_adapter_tensors(folder / part) for part in parts}
+            backbone.adapter_layers |= {part: files.adapter_layers(tensors) for part, tensors in adapters.items()}
             bundle = cls.build(config, backbone, teacher if teacher.exists() else None)
             bundle._read(folder, adapters)
             if device_map is not None or quantization_config is not None:
@@ -163,23 +144,23 @@ class Bundle(PlainDecoder):
 
     def _read(self, folder: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Read the bundle's folder, but not the decoder's weights, which must be those of the fingerprint."""
-        config, backbone, shipped = self.config, self.backbone, folder / DECODER_FOLDER
+        config, backbone, shipped = self.config, self.backbone, folder / files.DECODER_FOLDER
         self._folder = folder
         self.compressor.bundle_folder_known(folder)
-        unchanged = partial(check_bundle_weights_unchanged, folder, weight_file_stamps(folder))
+        unchanged = partial(files.check_bundle_weights_unchanged, folder, files.weight_file_stamps(folder))
         backbone.when_loaded(unchanged)
         if TEACHER in backbone.adapters:
             backbone.when_used(TEACHER, unchanged)
         stored: dict[str, Mapping[str, Tensor]] = {}
         for part, module in self.parts.items():
-            stored[part] = own = read_bundle_tensors(folder / part / WEIGHTS_FILE)
+            stored[part] = own = files.read_bundle_tensors(folder / part / files.WEIGHTS_FILE)
             module.load_saved_state(own)
             if part in backbone.adapters:
-                stored[f"{part} adapter"] = adapters.get(part) or read_adapter_tensors(folder / part)
+                stored[f"{part} adapter"] = adapters.get(part) or files.read_adapter_tensors(folder / part)
                 backbone.when_used(part, unchanged)
-                backbone.when_used(part, partial(_load_adapter, backbone, part, folder / part))
+                backbone.when_used(part, partial(_load_adapter, backbone, part, folder))
         if config.decoder is None:
-            stored[DECODER_FOLDER] = read_decoder_tensors(shipped)
+            stored[files.DECODER_FOLDER] = files.read_decoder_tensors(shipped)
         decoder = decoder_digest(config, backbone, shipped)
         if decoder != config.decoder_digest:
             raise BundleError(
@@ -187,7 +168,7 @@ class Bundle(PlainDecoder):
             )
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
         self._fingerprint = bundle_fingerprint(config, backbone.commit, decoder, stored)
-        self.report = read_bundle_report(folder / REPORT_FILE)
+        self.report = files.read_bundle_report(folder / files.REPORT_FILE)
 
     @classmethod
     def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
@@ -228,7 +209,7 @@ class Bundle(PlainDecoder):
             adapters = self.backbone.adapters & states.keys()
             states |= {f"{part} adapter": self.backbone.adapter_state(part) for part in adapters}
             if self.config.decoder is None:
-                states[DECODER_FOLDER] = self.backbone.own_state()
+                states[files.DECODER_FOLDER] = self.backbone.own_state()
             decoder = decoder_digest(self.config, self.backbone)
             self._fingerprint = bundle_fingerprint(self.config, self.backbone.commit, decoder, states)
         return self._fingerprint
@@ -240,7 +221,7 @@ class Bundle(PlainDecoder):
             return ""
         if self._folder is None or self.backbone.loaded:
             return state_digest(self.backbone.adapter_state(TEACHER))
-        return state_digest(read_adapter_tensors(self._folder / TEACHER))
+        return state_digest(files.read_adapter_tensors(self._folder / TEACHER))
 
     @property
     def parts(self) -> dict[str, Compressor | Reader]:
@@ -268,7 +249,7 @@ class Bundle(PlainDecoder):
 
     def save_report(self, folder: str | Path) -> None:
         """Write only the training report and the model card into `folder`, which must exist."""
-        Path(folder, REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
+        Path(folder, files.REPORT_FILE).write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
         Path(folder, "README.md").write_text(model_card(self.config, self.report, self.fingerprint), encoding="utf-8")
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
@@ -349,8 +330,8 @@ class Bundle(PlainDecoder):
         return self.reader.decoder(slot_mask) if side == "reader" else self.backbone.use(self.adapter_shares(side))
 
 
-def _load_adapter(backbone: Backbone, name: str, folder: Path) -> None:
-    backbone.load_adapter_state(name, read_adapter_tensors(folder))
+def _load_adapter(backbone: Backbone, name: str, bundle: Path) -> None:
+    backbone.load_adapter_state(name, files.read_adapter_tensors(bundle / name))
 
 
 def add_teacher(backbone: Backbone, folder: Path) -> None:
@@ -358,16 +339,18 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
 
     The adapter is loaded when it is first used, and raises BundleError then if it does not fit the decoder.
     """
-    if not (folder / ADAPTER_CONFIG_FILE).exists():
-        raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: it has no {ADAPTER_CONFIG_FILE}")
-    backbone.adapter_layers[TEACHER] = adapter_layers(read_adapter_tensors(folder))  # a damaged one shows at once
+    if not (folder / files.ADAPTER_CONFIG_FILE).exists():
+        lacks = f"it has no {files.ADAPTER_CONFIG_FILE}"
+        raise BundleError(f"the teacher {str(folder)!r} is not a peft adapter folder: {lacks}")
+    tensors = files.read_adapter_tensors(folder)  # a damaged one shows at once
+    backbone.adapter_layers[TEACHER] = files.adapter_layers(tensors)
 
     def add() -> None:
         from peft import LoraConfig
 
         try:
             backbone.add_adapter(TEACHER, lambda: LoraConfig.from_pretrained(str(folder)))
-            _load_adapter(backbone, TEACHER, folder)
+            backbone.load_adapter_state(TEACHER, files.read_adapter_tensors(folder))
         except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
             decoder = type(backbone.base).__name__
             raise BundleError(
@@ -379,13 +362,13 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
 
 
 def _save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
-    check_bundle_folder_free(folder)
+    files.check_bundle_folder_free(folder)
     _ = bundle.backbone.model  # it may come from this folder, so it is loaded before anything is written
     old_teacher = TEACHER not in bundle.backbone.adapters and (folder / TEACHER).exists()
-    if old_teacher and not (folder / CONFIG_FILE).exists():
+    if old_teacher and not (folder / files.CONFIG_FILE).exists():
         raise ConfigError(f"{folder / TEACHER} would be read as this bundle's teacher: give a new folder")
     # Until all weights are written, what is left of an earlier bundle must not load.
-    for name in (CONFIG_FILE, REPORT_FILE, "README.md"):
+    for name in (files.CONFIG_FILE, files.REPORT_FILE, "README.md"):
         (folder / name).unlink(missing_ok=True)
     if old_teacher:
         shutil.rmtree(folder / TEACHER)
@@ -394,27 +377,27 @@ def _save(bundle: Bundle, folder: Path, *, int8: bool) -> None:
         (folder / part).mkdir(parents=True, exist_ok=True)
         packed = pack(module.saved_state())
         module.load_saved_state(weights_from_int8(packed))
-        save_file(packed, folder / part / WEIGHTS_FILE)
+        save_file(packed, folder / part / files.WEIGHTS_FILE)
     bundle.compressor.save_files(folder)
     for name in bundle.backbone.adapters & {*bundle.parts, TEACHER}:
         lossless = name == TEACHER and not int8
         _save_adapter(bundle, name, folder / name, _exact if lossless else pack, int8=int8)
-    shipped = folder / DECODER_FOLDER
+    shipped = folder / files.DECODER_FOLDER
     if bundle.config.decoder is None:
         _save_decoder(bundle, shipped, pack, int8=int8)
     digest = decoder_digest(bundle.config, bundle.backbone, shipped)
     bundle.config = bundle.config.model_copy(update={"decoder_digest": digest})
     config = bundle.config.model_dump_json(indent=2)
-    (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+    (folder / files.CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
 
 
 def _save_adapter(bundle: Bundle, name: str, folder: Path, pack: _Pack, *, int8: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     packed = pack(bundle.backbone.adapter_state(name))
     bundle.backbone.load_adapter_state(name, weights_from_int8(packed))
-    save_file(packed, folder / (INT8_ADAPTER_FILE if int8 else ADAPTER_FILE))
+    save_file(packed, folder / (files.INT8_ADAPTER_FILE if int8 else files.ADAPTER_FILE))
     # An older file of the other kind could be read instead.
-    (folder / (ADAPTER_FILE if int8 else INT8_ADAPTER_FILE)).unlink(missing_ok=True)
+    (folder / (files.ADAPTER_FILE if int8 else files.INT8_ADAPTER_FILE)).unlink(missing_ok=True)
     bundle.backbone.model.peft_config[name].save_pretrained(str(folder))  # now it is an ordinary peft adapter
 
 
@@ -427,9 +410,9 @@ def _save_decoder(bundle: Bundle, folder: Path, pack: _Pack, *, int8: bool) -> N
         name: state[name] for name in exact
     }
     bundle.backbone.load_own_state(weights_from_int8(packed))
-    save_file(packed, folder / (INT8_FILE if int8 else WEIGHTS_FILE), metadata={"format": "pt"})
+    save_file(packed, folder / (INT8_FILE if int8 else files.WEIGHTS_FILE), metadata={"format": "pt"})
     # An older file of the other kind could be read instead.
-    (folder / (WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
+    (folder / (files.WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)
 
 
 def _exact(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

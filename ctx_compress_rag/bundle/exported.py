@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from ctx_compress_rag.errors import BundleError, RatioError, StoreWriteError
+from ctx_compress_rag.methods.base.config import WrapConfig
 from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.models.question_minilm import gelu
 from ctx_compress_rag.process_bound import ProcessBound
@@ -78,16 +79,14 @@ class ExportedBundle(ProcessBound):
         self.sides: tuple[Side, ...] = tuple(said["sides"])
         self.separator: str = self.config.separator
         self.answer_prefix: str = self.config.answer_prefix
-        self._wrap: Mapping[str, Any] = said["wrap"] or {"before": 0, "after": 0, "every": None}
+        self._wrap = WrapConfig(**(said["wrap"] or {}))
 
     def __repr__(self) -> str:
         return f"ExportedBundle({str(self.folder)!r}, {self.config.name!r})"
 
     def positions(self, slots: int) -> int:
         """Return how many positions of a prompt a passage of so many slots takes."""
-        runs = 1 if self._wrap["every"] is None else -(-slots // self._wrap["every"])
-        around: int = self._wrap["before"] + self._wrap["after"]
-        return slots + runs * around
+        return self._wrap.positions(slots)
 
     def check_ratio(self, ratio: int) -> None:
         """Raise RatioError for a ratio other than the base ratio, because nothing is compressed here."""
@@ -110,7 +109,7 @@ class ExportedBundle(ProcessBound):
             vectors = inner @ weights["outer.weight"].T + weights["outer.bias"]
         if "before" not in weights:
             return vectors.astype(np.float32)
-        size = self._wrap["every"] or max(1, len(vectors))
+        size = self._wrap.every or max(1, len(vectors))
         runs = np.split(vectors, range(size, len(vectors), size))
         return np.concatenate([each for run in runs for each in (weights["before"], run, weights["after"])])
 

@@ -25,11 +25,9 @@ def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | Non
     `shipped` is the folder of a decoder that is part of the bundle; None reads the decoder in memory instead.
     """
     if config.decoder is None:
-        return (
-            decoder_digest_in_memory(backbone.model, backbone.tokenizer)
-            if shipped is None
-            else decoder_files_digest(shipped)
-        )
+        if shipped is None:
+            return decoder_digest_in_memory(backbone.model, backbone.tokenizer)
+        return decoder_files_digest(shipped)
     if isinstance(config.decoder, GgufDecoder) and config.decoder.tokenizer:
         return hashlib.sha256(backbone.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
     in_folder = isinstance(config.decoder, str) and Path(config.decoder).is_dir()

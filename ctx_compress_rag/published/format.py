@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.layers import PEFT_PREFIX
 from ctx_compress_rag.models.transformers_internals import set_hub_commit
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint, short_error
 from ctx_compress_rag.text.chat import PromptTokenizer
@@ -25,7 +24,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """A converted checkpoint, as tensors by name and settings of `BundleConfig`, except name, decoder and source."""
+    """A converted checkpoint: tensors by name, and settings of `BundleConfig` but for name, ratios, decoder, source."""
 
     settings: Mapping[str, Any]
     compressor: Mapping[str, Tensor] = field(default_factory=dict)
@@ -125,24 +124,28 @@ class PublishedDecoder(Backbone):
             raise BundleError(f"the decoder {self.files} has no token {text}: give the one it was trained with")
         return self.vocabulary[id : id + 1]
 
+    def check_rows(self, what: str, published: Tensor) -> None:
+        """Raise BundleError if the embeddings or the head (`what`) are not the first rows of the published ones."""
+        rows, own = len(self.tokenizer), None if what == EMBEDDINGS else self.files.tensor(what)
+        own = self.vocabulary if own is None else own  # a head may be tied to them
+        if not torch.equal(published[:rows].float(), own[:rows].float()):
+            raise BundleError(
+                f"the checkpoint was not trained on the decoder {self.files}, whose {what} differs: give the right one "
+                "with --decoder (decoder= in Python)"
+            )
 
-def check_embedding_rows(published: Tensor, own: Tensor | None, what: str, decoder: PublishedDecoder) -> None:
-    """Raise BundleError if a decoder's embeddings or head (`own`) are not the first rows of the published ones."""
-    rows = len(decoder.tokenizer)
-    if own is None or not torch.equal(published[:rows].float(), own[:rows].float()):
-        raise BundleError(
-            f"the checkpoint was not trained on the decoder {decoder.files}, whose {what} differs: give the right one "
-            "with --decoder (decoder= in Python)"
+    def instruct_format(self, begin: str) -> str:
+        """Return Mistral's chat format without a system role, with `begin` before a user's message.
+
+        A space's token belongs before `begin`. The format adds it if the tokenizer's `spaces` are "first".
+        """
+        begin = f" {begin}" if self.spaces == "first" else begin
+        return (
+            "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '"
+            + begin
+            + "' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
+            "eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
         )
-
-
-def check_published_tensors(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Raise BundleError, which names the first, if tensors are missing or unknown."""
-    has, needs = set(found), set(wanted)
-    if missing := sorted(needs - has):
-        raise BundleError(f"{where} lacks {len(missing)} tensors, such as {missing[0]}: fetch the checkpoint again")
-    if odd := sorted(has - needs):
-        raise BundleError(f"{where} has {len(odd)} unknown tensors, such as {odd[0]}: it is of another version")
 
 
 def published_model_without_weights(files: PublishedCheckpoint, auto: Any) -> Any:
@@ -159,41 +162,3 @@ def published_model_without_weights(files: PublishedCheckpoint, auto: Any) -> An
             f"this version of transformers has no model for {files}, of model_type {kind!r}, and code from the hub is "
             "not run: give another, or a newer transformers"
         ) from error
-
-
-def read_published_settings(checkpoint: PublishedCheckpoint, file: str, *counts: str, **values: Any) -> dict[str, Any]:
-    """Return a JSON file's settings. Raise BundleError if `values` differ or `counts` are not whole and above 0."""
-    settings = checkpoint.json(file)
-    for key, value in values.items():
-        if settings.get(key) != value:
-            found = settings.get(key)
-            raise BundleError(f"{checkpoint}: {key} is {found!r} in {file}, and only {value!r} can be imported")
-    for key in counts:
-        if type(found := settings.get(key)) is not int or found < 1:
-            raise BundleError(f"{checkpoint}: {key} is {found!r} in {file}, not a whole number above 0: fetch it again")
-    return settings
-
-
-def instruct_format(begin: str, spaces: str) -> str:
-    """Return Mistral's chat format without a system role, with `begin` before a user's message.
-
-    A space's token belongs before `begin`. The format adds it if the tokenizer's `spaces` are "first".
-    """
-    begin = f" {begin}" if spaces == "first" else begin
-    return (
-        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '"
-        + begin
-        + "' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
-        "eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
-    )
-
-
-def published_lora_tensors(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Return an adapter's LoRA tensors, without the decoder's own (`known`), which newer peft writes, too.
-
-    Raises BundleError for any other tensor, and for one that differs from the known one.
-    """
-    for key, value in state.items():
-        if "lora_" not in key and not (key in known and torch.equal(value, known[key])):
-            raise BundleError(f"{where} trained {key}, beside the adapter's own tensors: this cannot be imported")
-    return {f"{PEFT_PREFIX}{key}": value for key, value in state.items() if "lora_" in key}

@@ -4,7 +4,7 @@ import re
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.models.layers import PEFT_PREFIX
-from ctx_compress_rag.published.format import ConvertedCheckpoint, PublishedDecoder, PublishedFormat, instruct_format
+from ctx_compress_rag.published.format import ConvertedCheckpoint, PublishedDecoder, PublishedFormat
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 
 _FILE = re.compile(r"[\w.-]*ft_icae\.safetensors")
@@ -67,13 +67,12 @@ class IcaeFormat(PublishedFormat):
                     "decoder": {"mode": "frozen"},
                     "wrap": {"after": 1},
                 },
-                "base_ratio": _RATIO,
                 "window": _RATIO * slots,
                 # The question is tokenized alone there.
                 "template": "{context} {question}" if decoder.spaces == "first" else "{context}{question}",
                 "separator": "",
                 "answer_tokens": 512,
-                "chat_template": instruct_format("[INST]", decoder.spaces),
+                "chat_template": decoder.instruct_format("[INST]"),
             },
             compressor={"memory": memory[:slots], "begin": memory[:0]},
             reader={"wrap.before": memory[:0], "wrap.after": memory[-1:]},

@@ -149,9 +149,10 @@ class PublishedImport:
             shareable=all(license.lower() in _SHAREABLE for license in held),
         )
         name = "-".join(filter(None, (Path(checkpoint.name).name, source.subfolder)))
-        own = dict(conversion.settings)
+        ratio = conversion.settings["method"]["ratio"]
+        settings = {**conversion.settings, "base_ratio": ratio, "ratios": [ratio], "name": name, **settings}
         with faults_raised_as(BundleError, f"{checkpoint}: its settings make no bundle: "):
-            config = BundleConfig(**{"ratios": [own["base_ratio"]], **own, "name": name, "source": source, **settings})
+            config = BundleConfig(**settings, source=source)
         self.decoder.adapter_layers |= {part: adapter_layers(state) for part, state in conversion.adapters.items()}
         bundle = Bundle.build(config, self.decoder)
         for part, state in (("compressor", conversion.compressor), ("reader", conversion.reader)):

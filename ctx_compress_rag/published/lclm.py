@@ -1,14 +1,7 @@
 """Latent Context Language Models (arXiv 2606.09659): github.com/LeonLixyz/LCLM."""
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.published.format import (
-    EMBEDDINGS,
-    ConvertedCheckpoint,
-    PublishedDecoder,
-    PublishedFormat,
-    check_published_tensors,
-    read_published_settings,
-)
+from ctx_compress_rag.published.format import EMBEDDINGS, ConvertedCheckpoint, PublishedDecoder, PublishedFormat
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 
 _CONFIG = "model_config.json"
@@ -50,24 +43,22 @@ class LclmFormat(PublishedFormat):
         assert encoder is not None
         # Its bidirectional mask has no effect with some attention implementations.
         plain = {"pooling": "mean", "encoder_mask_type": "causal", "boundary_overlap": 0, "adapter_type": "mlp"}
-        settings = read_published_settings(checkpoint, _CONFIG, "compression_ratio", "encoder_window_size", **plain)
+        settings = checkpoint.settings(_CONFIG, "compression_ratio", "encoder_window_size", **plain)
         adapter = checkpoint.tensors(_ADAPTER)
-        check_published_tensors(adapter, _NAMES, f"{checkpoint}: {_ADAPTER}")
+        checkpoint.check_tensors(adapter, _NAMES, _ADAPTER)
         reader = {f"projection.{own}": adapter[theirs] for theirs, own in _NAMES.items()}
         reader["wrap.before"] = decoder.token("<|memory_start|>")
         reader["wrap.after"] = decoder.token("<|memory_end|>")
-        ratio = settings["compression_ratio"]
         method = {
             "name": "own_encoder",
-            "ratio": ratio,
-            "dim": read_published_settings(encoder, "config.json", "hidden_size")["hidden_size"],
+            "ratio": settings["compression_ratio"],
+            "dim": encoder.settings("config.json", "hidden_size")["hidden_size"],
             "normed": True,
             "wrap": {"before": 1, "after": 1},
         }
         return ConvertedCheckpoint(
             {
                 "method": method,
-                "base_ratio": ratio,
                 "window": settings["encoder_window_size"],
                 "template": "{context}\n\nQuestion: {question}",
                 "separator": "\n",

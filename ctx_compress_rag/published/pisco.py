@@ -3,20 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.published.format import (
-    EMBEDDINGS,
-    HEAD,
-    ConvertedCheckpoint,
-    PublishedDecoder,
-    PublishedFormat,
-    check_embedding_rows,
-    check_published_tensors,
-    published_lora_tensors,
-    read_published_settings,
-)
+from ctx_compress_rag.models.layers import PEFT_PREFIX
+from ctx_compress_rag.published.format import EMBEDDINGS, HEAD, ConvertedCheckpoint, PublishedDecoder, PublishedFormat
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 from ctx_compress_rag.text.chat import takes_system
 
@@ -71,13 +63,13 @@ class PiscoFormat(PublishedFormat):
         self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
     ) -> ConvertedCheckpoint:
         fixed = {"sep": True, "different_mem_tokens": True, "lora": True}
-        settings = read_published_settings(checkpoint, "config.json", "compr_rate", "lora_r", "doc_max_length", **fixed)
+        settings = checkpoint.settings("config.json", "compr_rate", "lora_r", "doc_max_length", **fixed)
         ratio, rank = settings["compr_rate"], settings["lora_r"]
         slots = settings["doc_max_length"] // ratio
         adapters = checkpoint.groups(_ADAPTERS)
         # CLaRa's end-to-end checkpoints have a third adapter, which ranks passages.
         adapters.pop("query_reasoner_adapter", None)
-        check_published_tensors(adapters, ["encoder_adapter", "decoder_adapter"], str(checkpoint))
+        checkpoint.check_tensors(adapters, ["encoder_adapter", "decoder_adapter"])
         layers = checkpoint.tensors(_LAYERS)
         rows = self._added_rows(checkpoint, layers, decoder, slots + 3)
         tune = {"rank": rank, "alpha": 2 * rank}
@@ -97,7 +89,6 @@ class PiscoFormat(PublishedFormat):
         return ConvertedCheckpoint(
             {
                 "method": method,
-                "base_ratio": ratio,
                 "window": ratio * slots,
                 "template": prompt,
                 "separator": "",
@@ -106,7 +97,7 @@ class PiscoFormat(PublishedFormat):
             compressor={"memory": memory, "begin": begin},
             reader={"wrap.before": separator[:0], "wrap.after": separator},
             adapters={
-                part: published_lora_tensors(adapters[name], layers, f"{checkpoint}: {name}")
+                part: _lora_tensors(adapters[name], layers, f"{checkpoint}: {name}")
                 for part, name in (("compressor", "encoder_adapter"), ("reader", "decoder_adapter"))
             },
         )
@@ -116,7 +107,7 @@ class PiscoFormat(PublishedFormat):
         checkpoint: PublishedCheckpoint, layers: Mapping[str, Tensor], decoder: PublishedDecoder, count: int
     ) -> Any:
         """Return the embeddings of the added tokens, after checking that all others are the decoder's."""
-        check_published_tensors(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], f"{checkpoint}: {_LAYERS}")
+        checkpoint.check_tensors(layers.keys() | {HEAD}, [EMBEDDINGS, HEAD], _LAYERS)
         embeddings = layers[EMBEDDINGS]
         known = len(decoder.tokenizer)
         if decoder.tokenizer.bos_token_id is None:
@@ -126,8 +117,17 @@ class PiscoFormat(PublishedFormat):
                 f"{checkpoint}: {_LAYERS} has embeddings of {len(embeddings)} tokens, and the decoder {decoder.files} "
                 f"has {known}, to which {count} were added: give the right one with --decoder (decoder= in Python)"
             )
-        check_embedding_rows(embeddings, decoder.vocabulary, EMBEDDINGS, decoder)
-        if HEAD in layers:
-            own = decoder.files.tensor(HEAD)
-            check_embedding_rows(layers[HEAD], decoder.vocabulary if own is None else own, HEAD, decoder)
+        for what, rows in layers.items():
+            decoder.check_rows(what, rows)
         return embeddings[known:]
+
+
+def _lora_tensors(state: Mapping[str, Tensor], known: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return an adapter's LoRA tensors, without the decoder's own (`known`), which newer peft writes, too.
+
+    Raises BundleError for any other tensor, and for one that differs from the known one.
+    """
+    for key, value in state.items():
+        if "lora_" not in key and not (key in known and torch.equal(value, known[key])):
+            raise BundleError(f"{where} trained {key}, beside the adapter's own tensors: this cannot be imported")
+    return {f"{PEFT_PREFIX}{key}": value for key, value in state.items() if "lora_" in key}

@@ -96,6 +96,25 @@ class PublishedCheckpoint:
             raise BundleError(f"{self}: {name} holds a {type(found).__name__}, not an object: fetch it again")
         return found
 
+    def settings(self, name: str, *counts: str, **values: Any) -> dict[str, Any]:
+        """Return a JSON file's settings. Raise BundleError if `values` differ or `counts` are not whole and above 0."""
+        settings = self.json(name)
+        for key, value in values.items():
+            if (found := settings.get(key)) != value:
+                raise BundleError(f"{self}: {key} is {found!r} in {name}, and only {value!r} can be imported")
+        for key in counts:
+            if type(found := settings.get(key)) is not int or found < 1:
+                raise BundleError(f"{self}: {key} is {found!r} in {name}, not a whole number above 0: fetch it again")
+        return settings
+
+    def check_tensors(self, found: Iterable[str], wanted: Iterable[str], file: str = "") -> None:
+        """Raise BundleError, which names the first, if tensors are missing or unknown (in a file)."""
+        where, has, needed = f"{self}: {file}" if file else str(self), set(found), set(wanted)
+        if missing := sorted(needed - has):
+            raise BundleError(f"{where} lacks {len(missing)} tensors, such as {missing[0]}: fetch the checkpoint again")
+        if odd := sorted(has - needed):
+            raise BundleError(f"{where} has {len(odd)} unknown tensors, such as {odd[0]}: it is of another version")
+
     def tensors(self, name: str, keys: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return a file's tensors by name, of safetensors only `keys` (None: all). No code in a pickled file is run."""
         return self._only(Tensor, self._content(name, keys), name)

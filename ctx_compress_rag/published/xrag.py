@@ -1,16 +1,7 @@
 """xRAG (arXiv 2405.13792): github.com/Hannibal046/xRAG."""
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.published.format import (
-    EMBEDDINGS,
-    ConvertedCheckpoint,
-    PublishedDecoder,
-    PublishedFormat,
-    check_embedding_rows,
-    check_published_tensors,
-    instruct_format,
-    read_published_settings,
-)
+from ctx_compress_rag.published.format import EMBEDDINGS, ConvertedCheckpoint, PublishedDecoder, PublishedFormat
 from ctx_compress_rag.published.remote_files import PublishedCheckpoint
 
 _NAMES = {
@@ -57,13 +48,11 @@ class XragFormat(PublishedFormat):
         self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
     ) -> ConvertedCheckpoint:
         assert encoder is not None
-        settings = read_published_settings(
-            checkpoint, "config.json", "retriever_hidden_size", projector_type="mlp2x_gelu"
-        )
+        settings = checkpoint.settings("config.json", "retriever_hidden_size", projector_type="mlp2x_gelu")
         tensors = {key: value for key in _NAMES if (value := checkpoint.tensor(key)) is not None}
-        check_published_tensors(tensors, _NAMES, str(checkpoint))
+        checkpoint.check_tensors(tensors, _NAMES)
         if decoder.files != checkpoint and (rows := checkpoint.tensor(EMBEDDINGS)) is not None:
-            check_embedding_rows(rows, decoder.vocabulary, EMBEDDINGS, decoder)
+            decoder.check_rows(EMBEDDINGS, rows)
         return ConvertedCheckpoint(
             {
                 "method": {
@@ -74,7 +63,6 @@ class XragFormat(PublishedFormat):
                     "bos": True,
                     "eos": True,
                 },
-                "base_ratio": _WINDOW,
                 "window": _WINDOW,
                 "template": (
                     "Refer to the background document and answer the questions:\n\nBackground: {context}\n\n"
@@ -83,7 +71,7 @@ class XragFormat(PublishedFormat):
                 "separator": " ",
                 "answer_prefix": " The answer is:",
                 "answer_tokens": 30,
-                "chat_template": instruct_format("[INST] ", decoder.spaces),
+                "chat_template": decoder.instruct_format("[INST] "),
             },
             reader={own: tensors[theirs] for theirs, own in _NAMES.items()},
         )
