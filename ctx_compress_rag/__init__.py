@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.adaptation.adapt import adapt
-    from ctx_compress_rag.adaptation.demonstrations import Demonstration
+    from ctx_compress_rag.adaptation.adapt import Demonstration, adapt
     from ctx_compress_rag.adaptation.predicted import PredictedUpdate
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.bundle.exported import ExportedBundle
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "adaptation.adapt": "adapt",
-    "adaptation.demonstrations": "Demonstration",
+    "adaptation.adapt": "Demonstration adapt",
     "adaptation.predicted": "PredictedUpdate",
     "bundle.bundle": "Bundle",
     "bundle.exported": "ExportedBundle",

@@ -14,10 +14,9 @@ import yaml
 from benchmarks.adaptation.hypertuning import HyperTuningRecipe
 from benchmarks.adaptation.prompt_tuning import PromptTuningRecipe, with_prefix
 from benchmarks.world import RECIPES
-from ctx_compress_rag.adaptation.adapt import Adaptation, adapted_decoder, demonstration_prompts
+from ctx_compress_rag.adaptation.adapt import Adaptation, Demonstration, adapted_decoder, demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.updates import sgd_update

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.world import wording
 from benchmarks.world.world import Entity, Split, World
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
+from ctx_compress_rag.adaptation.adapt import Demonstration
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 
 # Words that the demo's decoder gives as answers, each one token: adapters of attention cannot teach it to spell.

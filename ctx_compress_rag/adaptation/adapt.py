@@ -1,24 +1,50 @@
-"""Adapted decoders, which share the original's weights and put an adapter of their own on top."""
+"""Demonstrations, and decoders adapted to them, which share the original's weights and put an adapter on top."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ctx_compress_rag.adaptation.adapter import Adapter, apply_adapter
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
-from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.errors import ConfigError, short_repr
 from ctx_compress_rag.frameworks.llm import DecoderLLM
 from ctx_compress_rag.prompt import Prompt, Side
 from ctx_compress_rag.text.chat import answer_ids
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, question_messages
 
 LLM = TypeVar("LLM", bound=DecoderLLM)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A solved example of the task, (x, D, y) in the paper.
+
+    Attributes:
+        question: the question.
+        passages: the texts that were retrieved for the question.
+        answer: the answer as the decoder should give it.
+    """
+
+    question: str
+    passages: tuple[str, ...]
+    answer: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.passages, str):  # a string is a sequence too, of one-letter passages
+            raise ConfigError(
+                f"a demonstration's passages are the string {short_repr(self.passages)}: give a tuple of strings"
+            )
+
+    def chat(self) -> list[dict[str, str]]:
+        """Return the chat messages that ask the question about the passages, without the answer."""
+        return question_messages(TEMPLATES[0], PASSAGE_SEPARATOR.join(self.passages), self.question)
 
 
 class Adaptation(ABC):
@@ -82,12 +108,7 @@ def adapted_decoder(decoder: Decoder, adapter: Adapter | None) -> Decoder:
 
 
 class AdaptedDecoder(PlainDecoder):
-    """A decoder that reads text with an adapter.
-
-    Attributes:
-        original: the decoder without the adapter.
-        adapter: the adapter.
-    """
+    """A decoder, `original`, that reads text with an adapter."""
 
     def __init__(self, original: PlainDecoder, adapter: Adapter) -> None:
         super().__init__(original.backbone, original.decoder_name, original.separator, original.answer_prefix)
@@ -99,7 +120,7 @@ class AdaptedDecoder(PlainDecoder):
 
 
 class AdaptedBundle(Bundle):
-    """A bundle whose decoder reads text and slots with an adapter. Its attributes are those of `AdaptedDecoder`."""
+    """A bundle, `original`, whose decoder reads text and slots with an adapter."""
 
     def __init__(self, original: Bundle, adapter: Adapter) -> None:
         super().__init__(original.config, original.backbone, original.compressor, original.reader, original.report)

@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ctx_compress_rag.adaptation.adapt import Demonstration
 from ctx_compress_rag.adaptation.config import TaskData
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.data.examples import Example, read_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.errors import DataError

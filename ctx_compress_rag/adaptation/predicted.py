@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ctx_compress_rag.adaptation.adapt import Adaptation, demonstration_prompts, open_adapted_model
+from ctx_compress_rag.adaptation.adapt import Adaptation, Demonstration, demonstration_prompts, open_adapted_model
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import PredictorSettings
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.updates import GradientUpdate, sgd_update, update_norms
 from ctx_compress_rag.bundle.files import CONFIG_FILE, WEIGHTS_FILE, read_bundle_tensors
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
-from ctx_compress_rag.adaptation.adapt import adapted_decoder, demonstration_prompts
+from ctx_compress_rag.adaptation.adapt import Demonstration, adapted_decoder, demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter, apply_adapter, qkv_projections
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, UpdatePredictor, pool_demonstrations
 from ctx_compress_rag.adaptation.updates import matching_loss, sgd_update, update_inner_products, update_norms
 from ctx_compress_rag.decoding.sampling import Sampling

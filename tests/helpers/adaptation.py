@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ctx_compress_rag.adaptation.adapt import Demonstration
 from ctx_compress_rag.adaptation.adapter import Adapter, qkv_projections
-from ctx_compress_rag.adaptation.demonstrations import Demonstration
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 
 DEMONSTRATIONS = [
