@@ -145,8 +145,7 @@ class Bundle(PlainDecoder):
     def _read(self, folder: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Read the bundle's folder, but not the decoder's weights, which must be those of the fingerprint."""
         config, backbone, shipped = self.config, self.backbone, folder / files.DECODER_FOLDER
-        self._folder = folder
-        self.compressor.bundle_folder_known(folder)
+        self._folder = self.compressor.folder = folder
         unchanged = partial(files.check_bundle_weights_unchanged, folder, files.weight_file_stamps(folder))
         backbone.when_loaded(unchanged)
         if TEACHER in backbone.adapters:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from ctx_compress_rag.strict import Strict
 
@@ -35,14 +35,12 @@ class MixData(Strict):
 
     shortest: int = Field(default=0, ge=0)
     longest: int = Field(default=120, gt=0)
-    passages: list[int] = Field(default=[1], min_length=1)
+    passages: list[PositiveInt] = Field(default=[1], min_length=1)
     near: float = Field(default=0.5, ge=0, le=1)
     unanswerable: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if min(self.passages) < 1:
-            raise ValueError(f"passages contains {min(self.passages)}: give numbers of at least 1")
         if self.shortest > self.longest:
             raise ValueError(f"shortest {self.shortest} must not exceed longest {self.longest}")
         return self

@@ -12,18 +12,8 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import (
-    DEFAULT,
-    EXTRACTED,
-    FULL,
-    NONE,
-    SOFT,
-    EvaluationPrompts,
-    Key,
-    answer_with_systems,
-    system_ratio_keys,
-)
+from ctx_compress_rag.evaluation import answering, report
+from ctx_compress_rag.evaluation.answering import DEFAULT, EXTRACTED, FULL, NONE, SOFT, Key
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.statistics import standard_error
 from ctx_compress_rag.store import SoftContextStore
@@ -82,12 +72,12 @@ def measure_agreement(
     if ratios is None:
         ratios = [r for r in bundle.config.ratios if bundle.can_read(r, store.base_ratio)] or [store.base_ratio]
     several = any(len(q.passages) > 1 for q in questions) and not bundle.compressor.needs_question
-    keys = system_ratio_keys([FULL, NONE, DEFAULT if several else SOFT, EXTRACTED], list(dict.fromkeys(ratios)))
-    prompts = EvaluationPrompts(
-        Decoder(bundle, store, batch_size=batch_size), store, bundle.config.template, ids=ids or {}
-    )
+    systems = [FULL, NONE, DEFAULT if several else SOFT, EXTRACTED]
+    keys = answering.system_ratio_keys(systems, list(dict.fromkeys(ratios)))
+    decoder = Decoder(bundle, store, batch_size=batch_size)
+    prompts = answering.EvaluationPrompts(decoder, store, bundle.config.template, ids=ids or {})
     sampling = Sampling(max_tokens=max_tokens or bundle.config.answer_tokens, extractive=bundle.config.extractive)
-    answers = answer_with_systems(prompts, questions, keys, sampling)
+    answers = answering.answer_with_systems(prompts, questions, keys, sampling)
     full = answers.pop((FULL, None))
     whole = list(zip(questions, full.texts, full.prompt_tokens, strict=True))
     return [

@@ -154,7 +154,7 @@ class EvaluationPrompts:
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
 
-    def make(self, key: Key, q: Question) -> list[Message]:
+    def make(self, key: Key, q: Question) -> Sequence[Message]:
         """Return the chat that asks a question with a system's context at a ratio."""
         return question_chat(self.template, self._texts(*key, q), q.question)
 
@@ -229,9 +229,9 @@ def answer_with_systems(
     return answers
 
 
-def question_chat(template: str, texts: Sequence[str], question: str) -> list[Message]:
+def question_chat(template: str, texts: Sequence[str], question: str) -> Sequence[Message]:
     """Return the chat that asks a question about texts; empty texts are left out."""
-    return [dict(message) for message in question_messages(template, _joined(texts), question)]
+    return question_messages(template, _joined(texts), question)
 
 
 def _joined(texts: Sequence[str]) -> str:

@@ -64,10 +64,6 @@ class IndexHit:
     similarity: float
 
 
-def _hit(text: str, id: str, similarity: float, copies: Mapping[str, str]) -> IndexHit:
-    return IndexHit(id, text, ", ".join(sorted(set(copies.values()))), similarity)
-
-
 class PassageCollection(ChromaCollection):
     def check(self, metadata: Row) -> None:
         if BUNDLE_KEY not in metadata:
@@ -182,7 +178,8 @@ class PassageIndex:
                 similar = embed_passages(far, self.embedder) @ vector
                 near |= {t: (next(iter(copies[t])), float(cosine)) for t, cosine in zip(far, similar, strict=True)}
             best = list(dict.fromkeys([*named, *near]))[:k]
-            found.append([_hit(text, *near[text], copies.get(text, {})) for text in best])
+            sources = {text: ", ".join(sorted(set(copies.get(text, {}).values()))) for text in best}
+            found.append([IndexHit(near[text][0], text, sources[text], near[text][1]) for text in best])
         return found
 
     def _nearest(self, vectors: Any, k: int) -> list[dict[str, tuple[str, float]]]:

@@ -72,16 +72,12 @@ class OwnEncoderCompressor(Compressor):
         super().__init__(backbone)
         self.config = config
         self.dim = config.dim
-        self._folder: Path | None = None  # the bundle's
         # In a tuple, which torch does not register, so that the encoder is not saved with the bundle's weights.
         self._loaded: tuple[Any, Any] | None = None
         self._lock = threading.Lock()
 
     def check_ratio(self, ratio: int, stored: int) -> None:
         self.config.check_ratios(stored, [ratio])
-
-    def bundle_folder_known(self, folder: Path) -> None:
-        self._folder = folder
 
     def save_files(self, folder: Path) -> None:
         if self.config.encoder is None and (place := self._place) != folder / "encoder":
@@ -99,9 +95,9 @@ class OwnEncoderCompressor(Compressor):
         """Return the encoder's folder, None on the hub; raise a BundleError if its bundle has no folder."""
         config = self.config
         if config.encoder is None:
-            if self._folder is None:
+            if self.folder is None:
                 raise BundleError("the bundle ships its encoder in encoder/: load it with Bundle.from_pretrained")
-            return self._folder / "encoder"
+            return self.folder / "encoder"
         folder = Path(config.encoder, config.subfolder or "")
         return folder if folder.is_dir() else None
 

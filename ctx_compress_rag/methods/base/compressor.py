@@ -80,9 +80,7 @@ class Compressor(MethodPart, PassageRenderer):
 
     part = "compressor"
     dim: int  # the width of a slot
-
-    def bundle_folder_known(self, folder: Path) -> None:
-        """Receive the folder that the bundle was loaded from, for a method that keeps files of its own there."""
+    folder: Path | None = None  # that the bundle was loaded from, for a method that keeps files of its own there
 
     def save_files(self, folder: Path) -> None:
         """Write the method's own files, other than tensors, into the bundle's folder."""

@@ -54,12 +54,8 @@ class Reader(MethodPart):
             self.projection.initialize(slot_rms, self.backbone.embedding_rms())
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        trained = [
-            parameter
-            for part in (self.wrap, self.projection)
-            if part is not None
-            for parameter in part.requires_grad_(True).parameters()
-        ]
+        parts = [part for part in (self.wrap, self.projection) if part is not None]
+        trained = [parameter for part in parts for parameter in part.requires_grad_(True).parameters()]
         if self.own is not None:
             return trained + train_decoder_copy(self.own)
         return trained + (self.backbone.train_adapter(self.part) if self.tune.mode == "lora" else [])

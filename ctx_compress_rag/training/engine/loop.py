@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,8 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import ConfigError, TrainingError, needs
 from ctx_compress_rag.training.config import OptimConfig
+from ctx_compress_rag.training.engine import optimizers, saved_states
 from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers
-from ctx_compress_rag.training.engine.optimizers import (
-    all_weights_finite,
-    make_optimizers,
-    set_learning_rate,
-    trained_parameters,
-    weight_average,
-)
-from ctx_compress_rag.training.engine.saved_states import (
-    FOLDER,
-    checkpoint_step,
-    keep_trained,
-    last_checkpoint,
-    load_training_state,
-    save_training_state,
-)
 from ctx_compress_rag.training.engine.speedups import bfloat16_pays
 
 if TYPE_CHECKING:
@@ -56,14 +42,6 @@ def training_processes() -> PartialState:
     with needs("train"):
         from accelerate import PartialState
     return PartialState(cpu=not torch.cuda.is_available())
-
-
-class TrainingExamples(Protocol):
-    """A sequence of examples, or a dataset that makes each example when it is asked for."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class BatchMeanLoss(ABC):
@@ -92,7 +70,7 @@ class TrainingJob:
     """What to train, on which data, and how to save the result."""
 
     model: nn.Module  # returns `{"loss": ...}` for a collated batch; parameters that require no gradient do not change
-    examples: TrainingExamples  # in training order, repeated as needed
+    examples: Any  # a sequence in training order, repeated as needed; may make each example when it is asked for
     collate: Collate  # makes a batch from some of the examples
     save: Callable[[dict[str, Any]], None]  # writes the result; called with the report
     about: Mapping[str, Any] = field(default_factory=dict)  # further entries of the report
@@ -143,11 +121,12 @@ class _Training:
         self.model = job.model.to(self.accelerator.device).train()
         if optim.checkpoint_layers:
             checkpoint_layers(job.layers, self.model)
-        keep_trained(self.accelerator, self.model)
+        saved_states.keep_trained(self.accelerator, self.model)
         self.parallel = self.accelerator.prepare(self.model)
-        self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in make_optimizers(self.model, optim)]
-        self.parameters = nn.ParameterList(trained_parameters(self.model).values())
-        self.average = None if optim.average is None else weight_average(self.parameters, optim.average)
+        made = optimizers.make_optimizers(self.model, optim)
+        self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in made]
+        self.parameters = nn.ParameterList(optimizers.trained_parameters(self.model).values())
+        self.average = None if optim.average is None else optimizers.weight_average(self.parameters, optim.average)
         if self.average is not None:
             self.accelerator.register_for_checkpointing(self.average)
         # A copy trained in float32 with embeddings in bfloat16 (a decoder on a GPU) needs autocast.
@@ -169,13 +148,13 @@ class _Training:
 
     def begin(self, resume: bool) -> bool:
         """Continue from the last checkpoint, if there is one; return whether there is one."""
-        checkpoint = last_checkpoint(self.accelerator, self.output, self.optim.steps) if resume else None
-        self.step = checkpoint_step(checkpoint) if checkpoint else 0
+        checkpoint = saved_states.last_checkpoint(self.accelerator, self.output, self.optim.steps) if resume else None
+        self.step = saved_states.checkpoint_step(checkpoint) if checkpoint else 0
         # Draws a random number: before `load_training_state`.
         self.micro_batches = self._micro_batches()
         if checkpoint:
             logger.info("resuming from %s", checkpoint)
-            progress = load_training_state(self.accelerator, checkpoint)
+            progress = saved_states.load_training_state(self.accelerator, checkpoint)
             self.history = progress["history"]
             self.tokens = progress["tokens"] // self.count
             self.began -= progress["seconds"]
@@ -183,7 +162,7 @@ class _Training:
 
     def _micro_batches(self) -> Iterator[dict[str, Any]]:
         """Yield this process's micro-batches from now on; processes take turns, in the order of the examples."""
-        examples: Any = self.job.examples
+        examples = self.job.examples
         first = self.step * self.optim.batch_size + self.accelerator.process_index * self.micro
         starts = range(first, self.optim.items, self.micro * self.count)
         numbers = ([number % len(examples) for number in range(start, start + self.micro)] for start in starts)
@@ -211,7 +190,7 @@ class _Training:
         """Return whether a process has reached the deadline."""
         if self.job.on_step:
             self.job.on_step(self.step)
-        self.rate = set_learning_rate(self.optimizers, self.optim, self.step)
+        self.rate = optimizers.set_learning_rate(self.optimizers, self.optim, self.step)
         self.step += 1
         batches = [next(self.micro_batches) for _ in range(self.optim.batch_size // (self.micro * self.count))]
         self.tokens += sum(map(count_batch_tokens, batches))
@@ -256,13 +235,12 @@ class _Training:
         self.losses.clear()
 
     def _save(self) -> None:
-        if not all_weights_finite(self.model):
+        if not optimizers.all_weights_finite(self.model):
             raise _diverged(self.output, f"weights are NaN or infinite after step {self.step}")
         if self.job.measure:
             self.history[-1] |= self.job.measure()
-        save_training_state(
-            self.accelerator, self.output, {"step": self.step, **self.so_far(), "history": self.history}
-        )
+        progress = {"step": self.step, **self.so_far(), "history": self.history}
+        saved_states.save_training_state(self.accelerator, self.output, progress)
 
     def finish(self) -> None:
         """Write `loss.json`, and replace weights by their average, if any."""
@@ -275,10 +253,8 @@ class _Training:
 
 
 def _diverged(output: Path, what: str) -> TrainingError:
-    return TrainingError(
-        f"{output / FOLDER}: {what}, and further steps cannot change that: lower optim.learning_rate, and start again "
-        "without that folder"
-    )
+    remedy = "lower optim.learning_rate, and start again without that folder"
+    return TrainingError(f"{output / saved_states.FOLDER}: {what}, and further steps cannot change that: {remedy}")
 
 
 def count_batch_tokens(batch: Mapping[str, Any]) -> int:

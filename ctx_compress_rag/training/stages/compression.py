@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from ctx_compress_rag.bundle import SHIPPED
@@ -28,7 +28,7 @@ from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers
-from ctx_compress_rag.training.engine.loop import Collate, TrainingExamples, TrainingJob, training_processes
+from ctx_compress_rag.training.engine.loop import Collate, TrainingJob, training_processes
 from ctx_compress_rag.training.engine.speedups import speed_up_training
 from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import SlotObjective
@@ -37,7 +37,7 @@ from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 logger = logging.getLogger(__name__)
 
 
-Objective = tuple[SlotObjective, Collate, TrainingExamples]
+Objective = tuple[SlotObjective, Collate, Any]
 """A loss, the collator that feeds it, and the examples for the collator."""
 
 
@@ -92,10 +92,13 @@ class CompressionRecipe(Recipe):
     def _of_the_bundle(cls, settings: Any) -> Any:
         """Fill in what the bundle says, unless it does not exist yet because an earlier stage makes it."""
         bundle = settings.get("bundle") if isinstance(settings, dict) else None
-        file = Path(SHIPPED.get(str(bundle), bundle or "")) / CONFIG_FILE
-        if bundle is None or not file.exists():
+        if bundle is None:
             return settings
-        config = read_bundle_config(file)
+        folder = SHIPPED.get(str(bundle)) or Path(bundle)
+        settings = settings | {"bundle": folder}
+        if not (folder / CONFIG_FILE).exists():
+            return settings
+        config = read_bundle_config(folder / CONFIG_FILE)
         own = {key: getattr(config, key) for key in ("name", "reads", "base_ratio", "ratios", "window")} | settings
         if cls.asks and isinstance(own.get("data"), dict):
             # A bundle with one of the usual prompts was trained with all of them.
@@ -103,11 +106,6 @@ class CompressionRecipe(Recipe):
             asked = [config.template, *(others if config.template in TEMPLATES else ())]
             own["data"] = {"templates": asked, "max_answer_tokens": config.answer_tokens} | own["data"]
         return own
-
-    @field_validator("bundle")
-    @classmethod
-    def _shipped(cls, bundle: Path | None) -> Path | None:
-        return SHIPPED.get(str(bundle), bundle)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
