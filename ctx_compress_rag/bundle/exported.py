@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from ctx_compress_rag.errors import BundleError, RatioError, StoreWriteError
 from ctx_compress_rag.methods.base.config import WrapConfig
@@ -63,8 +65,8 @@ class ExportedBundle(ProcessBound):
             said = json.loads((self.folder / EXPORTED_FILE).read_bytes())
             if said["format"] != _FORMAT:
                 raise ValueError(f"its format is {said['format']}")
-            self._weights = _load(self.folder / _READER_FILE)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._weights = load_file(self.folder / _READER_FILE)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             how = "run ctx-compress export --engine llama.cpp"
             raise BundleError(f"{str(folder)!r} holds no exported bundle ({error}): {how}") from error
         self.config: Any = cast(Any, _Config(**said["config"]))
@@ -116,8 +118,6 @@ class ExportedBundle(ProcessBound):
 
 def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, str], window: int | None) -> None:
     """Write the files of an ExportedBundle beside the GGUF files, whose digests, by side, are given."""
-    from safetensors.numpy import save_file
-
     reader = bundle.reader
     parts = [part for part in (reader.projection, reader.wrap) if part is not None]
     state = {name: value for part in parts for name, value in part.state_dict().items()}
@@ -137,13 +137,3 @@ def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, s
         "wrap": None if reader.wrap is None else reader.wrap.config.model_dump(),
     }
     (folder / EXPORTED_FILE).write_text(json.dumps(about), encoding="utf-8")
-
-
-def _load(file: Path) -> dict[str, NDArray[np.float32]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file.name} is damaged: {error}") from error

@@ -10,18 +10,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import (
-    EXTRACTED,
-    FULL,
-    NONE,
-    SEVERAL,
-    SOFT,
-    TRUNCATED,
-    EvaluationOptions,
-    SystemAnswers,
-    answer_questions,
-)
+from ctx_compress_rag.evaluation import answering, report
+from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SEVERAL, SOFT, TRUNCATED, EvaluationOptions
 from ctx_compress_rag.evaluation.plots import ScoreCurve, plot_scores
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.evaluation.statistics import ConfidenceInterval, standard_error, teacher_normalized
@@ -59,7 +49,7 @@ def evaluate(
     default ratios are those that the bundle was trained for.
     """
     ratios, systems = ratios or bundle.config.ratios, compared_systems(bundle, questions, **asking)
-    return score_answers(questions, answer_questions(bundle, questions, ratios, systems, **asking))
+    return score_answers(questions, answering.answer_questions(bundle, questions, ratios, systems, **asking))
 
 
 def compared_systems(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[EvaluationOptions]) -> list[str]:
@@ -76,7 +66,7 @@ def score_each_answer(
     return [metric(text, q.answers) for text, q in zip(given, questions, strict=True)]
 
 
-def score_answers(questions: Sequence[Question], answers: SystemAnswers) -> list[SystemScore]:
+def score_answers(questions: Sequence[Question], answers: answering.SystemAnswers) -> list[SystemScore]:
     """Return the scores of each system's answers, which must include those from full text and without context."""
     asked = [q for q in questions if q.answers]
     said = {

@@ -11,21 +11,14 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import read_jsonl, spread_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DataError
-from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.answering import (
-    EvaluationOptions,
-    SystemAnswers,
-    answer_questions,
-    evaluation_conditions,
-    question_chat,
-)
+from ctx_compress_rag.evaluation import answering, report
 from ctx_compress_rag.evaluation.harness import SystemScore, compared_systems, save_scores, score_answers, score_table
 from ctx_compress_rag.evaluation.questions import NeighborPassages, Question, questions_of
 
 _ANSWERS = "answers.jsonl"
 
 
-Extra: TypeAlias = Callable[[Bundle, Sequence[Question], SystemAnswers, Path], tuple[str, Any]]
+Extra: TypeAlias = Callable[[Bundle, Sequence[Question], answering.SystemAnswers, Path], tuple[str, Any]]
 """A function that adds a table, such as a judge's verdicts: (a bundle, a set's questions, systems' answers, the set's
 folder) -> the table as Markdown, and JSON values for scores.json."""
 
@@ -64,7 +57,7 @@ def evaluate_sets(
     output: str | Path,
     *,
     extras: Mapping[str, Extra] | None = None,
-    **asking: Unpack[EvaluationOptions],
+    **asking: Unpack[answering.EvaluationOptions],
 ) -> dict[str, SetScores]:
     """Score each set as `evaluate` does; write answers, scores and plots, and return the results by set.
 
@@ -88,7 +81,7 @@ def evaluate_sets(
         too_long = len(sets[name]) - len(questions)
         folder = Path(output, name) if len(sets) > 1 else Path(output)
         systems = compared_systems(bundle, questions, **asking)
-        answers = answer_questions(bundle, questions, ratios, systems, log=folder / _ANSWERS, **asking)
+        answers = answering.answer_questions(bundle, questions, ratios, systems, log=folder / _ANSWERS, **asking)
         scores = score_answers(questions, answers)
         about = {"bundle": bundle.config.name, "data": name, "questions": len(questions), "too_long": too_long}
         tables = [score_table(scores)]
@@ -99,7 +92,8 @@ def evaluate_sets(
         said += f" ({too_long} are longer than the window)" if too_long else ""
         said += f"; not trained for {', '.join(map(report.ratio_text, untrained))}" if untrained else ""
         text = "\n\n".join([*tables, said])
-        save_scores(scores, text, folder, {**evaluation_conditions(bundle, questions, **asking), **about})
+        about |= answering.evaluation_conditions(bundle, questions, **asking)
+        save_scores(scores, text, folder, about)
         results[name] = SetScores(scores, text, len(questions))
     return results
 
@@ -110,4 +104,4 @@ def fitting_questions(bundle: Bundle, questions: Sequence[Question], max_tokens:
     if window is None:
         return list(questions)
     most, template = window - (max_tokens or bundle.config.answer_tokens), bundle.config.template
-    return [q for q in questions if count(question_chat(template, q.passages, q.question)) <= most]
+    return [q for q in questions if count(answering.question_chat(template, q.passages, q.question)) <= most]
