@@ -177,7 +177,7 @@ def _tuned(
         tried = [System(f"K={steps} {rate:.3g}", replace(found[steps], learning_rate=rate)) for rate in rates]
         answers = answer_all(decoder, tried, episodes, sampling, folder, about)
         f1 = [
-            mean(token_f1(text, e.accepted) for text, e in zip(answers[system.name], episodes, strict=True))
+            mean(token_f1(text, e.answers) for text, e in zip(answers[system.name], episodes, strict=True))
             for system in tried
         ]
         best = tried[f1.index(max(f1))]
@@ -191,7 +191,7 @@ def score(
     """Score each system's answers; one of the systems must be the base adapter."""
 
     def each(metric: Any, system: str) -> list[float]:
-        return [metric(given, e.accepted) for given, e in zip(answers[system], episodes, strict=True)]
+        return [metric(given, e.answers) for given, e in zip(answers[system], episodes, strict=True)]
 
     base = each(token_f1, BASE)
     nothing = [0.0] * len(episodes)

@@ -14,19 +14,12 @@ from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 
 @dataclass(frozen=True)
 class Episode:
-    """Demonstrations of a task (the support context C), and the query, a question of the same task with its answer.
-
-    `answers` are all accepted answers; empty stands for the query's own.
-    """
+    """Demonstrations of a task (the support context C), and the query, a question of the same task with its answer."""
 
     task: str
     support: tuple[Demonstration, ...]
     query: Demonstration
-    answers: tuple[str, ...] = ()
-
-    @property
-    def accepted(self) -> tuple[str, ...]:
-        return self.answers or (self.query.answer,)
+    answers: tuple[str, ...]  # all accepted answers to the query
 
 
 class AdaptationTasks:

@@ -5,10 +5,7 @@ from ctx_compress_rag.cli.shared import Index, OwnBundle
 
 
 @command("--index ./wikipedia")
-def demo(
-    index: Index = "ctx-compress-wikipedia",
-    bundle: OwnBundle = None,
-) -> None:
+def demo(index: Index = "ctx-compress-wikipedia", bundle: OwnBundle = None) -> None:
     """Try soft contexts on a small corpus.
 
     Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each question is answered from full text,

@@ -2,7 +2,7 @@
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.methods.base.compressor import (
     Compressor,
     PassageSlots,
-    SlotBatch,
     TokenizedPassage,
     encode_in_batches,
     mean_pool_slots,
@@ -128,13 +127,6 @@ class OwnEncoderCompressor(Compressor):
         if not options:
             model = model.to(self.backbone.device)
         return model.eval().requires_grad_(False), tokenizer
-
-    def forward(
-        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
-    ) -> Mapping[int, SlotBatch]:
-        """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
-        slots = self.compress(passages, self.config.ratio, window, 8192)
-        return dict.fromkeys(ratios, SlotBatch.of(slots, self.backbone.device))
 
     @torch.inference_mode()
     def compress(

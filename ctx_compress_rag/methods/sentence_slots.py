@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
-from ctx_compress_rag.methods.base.compressor import Compressor, PassageSlots, SlotBatch, TokenizedPassage
+from ctx_compress_rag.methods.base.compressor import Compressor, PassageSlots, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import Method, register
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
@@ -178,22 +178,8 @@ class SentenceSlotsCompressor(Compressor):
         self.dim = config.encoder_dim
         self.encoder = SentenceSlotsEncoder(config, backbone.device)
 
-    def forward(
-        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
-    ) -> Mapping[int, SlotBatch]:
-        """Compress a training batch as `compress` does. Nothing here is trained, so slots carry no gradients."""
-        return {
-            ratio: SlotBatch.of(self._encoded(passages, ratio, window, 32), self.backbone.device) for ratio in ratios
-        }
-
     def compress(
         self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[PassageSlots]:
-        longest = min(self.encoder.model.max_seq_length or window, window)
-        return self._encoded(passages, ratio, window, max(1, batch_tokens // longest))
-
-    def _encoded(
-        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_size: int
     ) -> list[PassageSlots]:
         unit, language = self.config.unit, self.config.language
         limit = ratio if unit == "tokens" else window
@@ -201,7 +187,9 @@ class SentenceSlotsCompressor(Compressor):
             split_units(passage.text, self.backbone.tokenizer, limit, merge=unit != "sentence", language=language)
             for passage in passages
         ]
-        vectors = self.encoder.encode([unit.text for units in done for unit in units], batch_size)
+        longest = min(self.encoder.model.max_seq_length or window, window)
+        texts = [unit.text for units in done for unit in units]
+        vectors = self.encoder.encode(texts, max(1, batch_tokens // longest))
         return [
             PassageSlots(slots, torch.tensor([unit.tokens for unit in units]))
             for slots, units in zip(vectors.split([len(units) for units in done]), done, strict=True)

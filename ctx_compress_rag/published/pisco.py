@@ -87,13 +87,7 @@ class PiscoFormat(PublishedFormat):
         memory, _, begin, separator = rows.split([slots, 1, 1, 1])
         prompt = _PROMPT if takes_system(decoder.tokenizer) else _PROMPT.replace("|||", "\n")
         return ConvertedCheckpoint(
-            {
-                "method": method,
-                "window": ratio * slots,
-                "template": prompt,
-                "separator": "",
-                "answer_tokens": 128,
-            },
+            {"method": method, "window": ratio * slots, "template": prompt, "separator": "", "answer_tokens": 128},
             compressor={"memory": memory, "begin": begin},
             reader={"wrap.before": separator[:0], "wrap.after": separator},
             adapters={

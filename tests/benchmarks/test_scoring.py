@@ -206,7 +206,7 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
     questions = [episode.query.question for episode in asked]
     shown = {d.question for episode in asked for d in episode.support}
     assert len(questions) == len(set(questions)) == 25 - 12 and not shown & set(questions)
-    assert all(episode.accepted[1] == episode.query.question.rstrip("?") for episode in asked)
+    assert all(episode.answers[1] == episode.query.question.rstrip("?") for episode in asked)
     assert not {e.query.question for e in tuning} & set(questions) and len(tuning) == 12
     assert all(e.query.question not in {d.question for d in e.support} for e in tuning)
     assert [len(part) for part in drawn_apart(tasks, 4, 3, 2)] == [4, 3]

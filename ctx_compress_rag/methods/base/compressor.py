@@ -89,11 +89,15 @@ class Compressor(MethodPart, PassageRenderer):
         """Whether vectors of tokens depend on later ones, if that is up to the decoder's layers; else None."""
         return None
 
-    @abstractmethod
     def forward(
         self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
     ) -> Mapping[int, SlotBatch]:
-        """Compress a training batch, with gradients, in the windows of `compress`; return the slots by ratio."""
+        """Compress a training batch in the windows of `compress`, and return the slots by ratio.
+
+        Slots carry gradients, but not by default, for compressors in which nothing is trained.
+        """
+        made = {ratio: self.compress(passages, ratio, window, 8192) for ratio in ratios}
+        return {ratio: SlotBatch.of(rows, self.backbone.device) for ratio, rows in made.items()}
 
     @abstractmethod
     def compress(

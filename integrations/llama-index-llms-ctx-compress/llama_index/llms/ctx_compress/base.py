@@ -32,11 +32,7 @@ from ctx_compress_rag.frameworks.llm import DecoderLLM
 from ctx_compress_rag.prompt import Message
 from llama_index.llms.ctx_compress.structured import schema_of
 
-_ROLES = {
-    MessageRole.CHATBOT: "assistant",
-    MessageRole.MODEL: "assistant",
-    MessageRole.DEVELOPER: "system",
-}
+_ROLES = {MessageRole.CHATBOT: "assistant", MessageRole.MODEL: "assistant", MessageRole.DEVELOPER: "system"}
 
 Prompt = str | list[Message]
 T = TypeVar("T")
