@@ -38,7 +38,6 @@ from ctx_compress_rag.text.tokenizing import text_ids
 
 logger = logging.getLogger(__name__)
 
-_TOKENS_PER_BATCH = 8192
 _Pack = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
@@ -302,7 +301,7 @@ class Bundle(PlainDecoder):
         if isinstance(texts, str):
             raise ConfigError("texts is one string: give a list of passages")
         passages = [self._tokenized(text, index) for index, text in enumerate(texts)]
-        made = self.compressor.compress(passages, ratio, self.config.window, _TOKENS_PER_BATCH)
+        made = self.compressor.compress(passages, ratio, self.config.window)
         return [each.soft_context() for each in made]
 
     def _tokenized(self, text: str, index: int) -> TokenizedPassage:

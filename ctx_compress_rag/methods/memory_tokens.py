@@ -1,6 +1,6 @@
 """Memory tokens (PISCO, section 3; CLaRa; ICAE, section 2.1)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from ctx_compress_rag.methods.base.compressor import (
     PassageSlots,
     SlotBatch,
+    SlotsByRatio,
     TokenizedPassage,
     TrunkCompressor,
-    encode_in_batches,
     join_slots,
 )
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
@@ -85,9 +85,7 @@ class MemoryTokensCompressor(TrunkCompressor):
     def check_ratio(self, ratio: int, stored: int) -> None:
         self.config.check_ratios(stored, [ratio])
 
-    def forward(
-        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
-    ) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int) -> SlotsByRatio:
         windows = self._windows(passages)
         slots = self._hidden_states([each.ids for each in windows])
         # A slot without a source token is a slot all the same, and a count of 0 would make it padding.
@@ -98,9 +96,7 @@ class MemoryTokensCompressor(TrunkCompressor):
         return dict.fromkeys(ratios, SlotBatch.of(join_slots([each.passage for each in windows], pieces)))
 
     @torch.inference_mode()
-    def compress(
-        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[PassageSlots]:
+    def compress(self, passages: Sequence[TokenizedPassage], ratio: int, window: int) -> list[PassageSlots]:
         windows = self._windows(passages)
 
         def rows(batch: list[int]) -> list[PassageSlots]:
@@ -109,7 +105,7 @@ class MemoryTokensCompressor(TrunkCompressor):
             return list(map(PassageSlots, slots, counts))
 
         lengths = [len(each.ids) + self.config.slots for each in windows]
-        return encode_in_batches([each.passage for each in windows], lengths, batch_tokens, rows)
+        return self.in_batches([each.passage for each in windows], lengths, rows)
 
     @cached_property
     def _prompts(self) -> PromptTokenizer:

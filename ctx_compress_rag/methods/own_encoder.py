@@ -14,7 +14,6 @@ from ctx_compress_rag.methods.base.compressor import (
     Compressor,
     PassageSlots,
     TokenizedPassage,
-    encode_in_batches,
     mean_pool_slots,
     pad_token_ids,
     token_windows,
@@ -129,9 +128,7 @@ class OwnEncoderCompressor(Compressor):
         return model.eval().requires_grad_(False), tokenizer
 
     @torch.inference_mode()
-    def compress(
-        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[PassageSlots]:
+    def compress(self, passages: Sequence[TokenizedPassage], ratio: int, window: int) -> list[PassageSlots]:
         model, tokenizer = self._model_and_tokenizer()
         bos = [tokenizer.bos_token_id] if self.config.bos else []
         eos = [tokenizer.eos_token_id] if self.config.eos else []
@@ -149,7 +146,7 @@ class OwnEncoderCompressor(Compressor):
                     real = row[len(bos) : len(bos) + length]
                     yield PassageSlots(*mean_pool_slots(real, torch.ones(length, dtype=torch.long), self.config.ratio))
 
-        return encode_in_batches(owners, [len(ids) for ids in read], batch_tokens, rows)
+        return self.in_batches(owners, [len(ids) for ids in read], rows)
 
 
 register(

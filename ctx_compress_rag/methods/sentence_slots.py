@@ -178,9 +178,7 @@ class SentenceSlotsCompressor(Compressor):
         self.dim = config.encoder_dim
         self.encoder = SentenceSlotsEncoder(config, backbone.device)
 
-    def compress(
-        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[PassageSlots]:
+    def compress(self, passages: Sequence[TokenizedPassage], ratio: int, window: int) -> list[PassageSlots]:
         unit, language = self.config.unit, self.config.language
         limit = ratio if unit == "tokens" else window
         done = [
@@ -189,7 +187,7 @@ class SentenceSlotsCompressor(Compressor):
         ]
         longest = min(self.encoder.model.max_seq_length or window, window)
         texts = [unit.text for units in done for unit in units]
-        vectors = self.encoder.encode(texts, max(1, batch_tokens // longest))
+        vectors = self.encoder.encode(texts, max(1, self.batch_tokens // longest))
         return [
             PassageSlots(slots, torch.tensor([unit.tokens for unit in units]))
             for slots, units in zip(vectors.split([len(units) for units in done]), done, strict=True)

@@ -116,7 +116,7 @@ def test_the_slots_of_a_passage_are_those_of_text_and_not_of_a_role(bundle: Bund
     for id, name in controls(bundle).items():
         letters = text_tokens(bundle.tokenizer, f"An old tower. {name}").ids
         [slots] = (soft.slots for soft in bundle.compress([f"An old tower. {name}"], 4))
-        [text] = bundle.compressor.compress([TokenizedPassage("", letters)], 4, 64, 64)
+        [text] = bundle.compressor.compress([TokenizedPassage("", letters)], 4, 64)
         assert id not in letters and np.array_equal(slots, text.slots)
 
 

@@ -125,10 +125,10 @@ def trained(bundle: Bundle) -> list[torch.nn.Parameter]:
 
 
 def compress_ids(
-    compressor: TokenCompressor, passages: Sequence[list[int]], ratio: int, window: int = 64, batch_tokens: int = 8192
+    compressor: TokenCompressor, passages: Sequence[list[int]], ratio: int, window: int = 64
 ) -> list[PassageSlots]:
     """Compress passages given as token ids."""
-    return compressor.compress([TokenizedPassage("", ids) for ids in passages], ratio, window, batch_tokens)
+    return compressor.compress([TokenizedPassage("", ids) for ids in passages], ratio, window)
 
 
 SMALL: dict[str, Any] = COMPREXIT | {"transport_dim": 6, "temperature": 2.0}

@@ -184,13 +184,14 @@ def test_the_first_layers_alone_are_run(name: str, encoder: MeanPoolingCompresso
         assert cut.backbone.model(ids.unsqueeze(0)).logits.isnan().all(), "the decoder itself keeps all of its layers"
 
 
-def test_batches_stay_within_their_budget(bundle: Any) -> None:
+def test_batches_stay_within_their_budget(bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle.compressor, "batch_tokens", 128)
     shapes = []
     passages = [list(range(20, 20 + n)) for n in (5, 64, 30, 150, 1, 31)]
     with bundle.backbone.model.base_model.register_forward_pre_hook(
         lambda _, args, given: shapes.append(given["inputs_embeds"].shape[:2]), with_kwargs=True
     ):
-        softs = compress_ids(bundle.compressor, passages, 4, batch_tokens=128)
+        softs = compress_ids(bundle.compressor, passages, 4)
     assert [int(soft.token_counts.sum()) for soft in softs] == [5, 64, 30, 150, 1, 31]
     assert all(rows * length <= 128 for rows, length in shapes)
     assert len(shapes) < 8  # 8 windows: some share a batch

@@ -207,13 +207,14 @@ def test_answers_are_found_where_no_spaces_part_words(tiny_tokenizer: Any, text:
     assert cut.holding_answers([answer[:1] + "x"]) == [False]
 
 
-def test_segments_are_skimmed_together_as_each_alone(bundle: Bundle) -> None:
+def test_segments_are_skimmed_together_as_each_alone(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = bundle.compressor.question(plain_ids(bundle, "Who built the harbour?"))
     segments = plain_segments(bundle, PASSAGES[0])
-    together = bundle.compressor.skim(segments, asked, 8192)
-    alone = torch.cat([bundle.compressor.skim([ids], asked, 8192) for ids in segments])
+    together = bundle.compressor.skim(segments, asked)
+    alone = torch.cat([bundle.compressor.skim([ids], asked) for ids in segments])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(bundle.compressor.skim(segments, asked, 4), alone, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(bundle.compressor, "batch_tokens", 4)
+    torch.testing.assert_close(bundle.compressor.skim(segments, asked), alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,9 @@ class SlotBatch(NamedTuple):
         ]
 
 
+SlotsByRatio = Mapping[int, SlotBatch]
+
+
 @dataclass(frozen=True)
 class TokenizedPassage:
     """A passage's text and its token ids in the decoder's tokenizer, without special tokens."""
@@ -80,6 +83,7 @@ class Compressor(MethodPart, PassageRenderer):
 
     part = "compressor"
     dim: int  # the width of a slot
+    batch_tokens = 8192  # the most tokens in a forward pass of `compress`, padding included
     folder: Path | None = None  # that the bundle was loaded from, for a method that keeps files of its own there
 
     def save_files(self, folder: Path) -> None:
@@ -89,28 +93,35 @@ class Compressor(MethodPart, PassageRenderer):
         """Whether vectors of tokens depend on later ones, if that is up to the decoder's layers; else None."""
         return None
 
-    def forward(
-        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
-    ) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int) -> SlotsByRatio:
         """Compress a training batch in the windows of `compress`, and return the slots by ratio.
 
         Slots carry gradients, but not by default, for compressors in which nothing is trained.
         """
-        made = {ratio: self.compress(passages, ratio, window, 8192) for ratio in ratios}
+        made = {ratio: self.compress(passages, ratio, window) for ratio in ratios}
         return {ratio: SlotBatch.of(rows, self.backbone.device) for ratio, rows in made.items()}
 
     @abstractmethod
-    def compress(
-        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[PassageSlots]:
+    def compress(self, passages: Sequence[TokenizedPassage], ratio: int, window: int) -> list[PassageSlots]:
         """Return the slots, for a store, of passages of any length: float32, on the CPU, in order.
 
         Args:
             passages: the passages, none empty.
             ratio: source tokens per slot.
             window: the longest input of the encoder in tokens, a multiple of `ratio`.
-            batch_tokens: the most tokens in a forward pass, padding included.
         """
+
+    def in_batches(
+        self, passages: Sequence[int], lengths: Sequence[int], encode: Callable[[list[int]], Iterable[PassageSlots]]
+    ) -> list[PassageSlots]:
+        """Encode pieces of passages in batches of similar length, and join the slots of each passage's pieces.
+
+        `passages` has the passage index of each piece, and `lengths` its number of tokens. `encode` gets the indices of
+        a batch's pieces and returns their slots.
+        """
+        batches = length_batches(lengths, self.batch_tokens)
+        done = {i: soft for batch in batches for i, soft in zip(batch, encode(batch), strict=True)}
+        return join_slots(passages, [done[i] for i in range(len(lengths))])
 
 
 class TokenCompressor(Compressor):
@@ -131,27 +142,23 @@ class TokenCompressor(Compressor):
         return F.pad(input_ids, (1, 0), value=self._bos), F.pad(attention_mask, (1, 0), value=1), 1
 
     @abstractmethod
-    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> Mapping[int, SlotBatch]:
+    def encode(self, input_ids: Tensor, attention_mask: Tensor, ratios: Sequence[int]) -> SlotsByRatio:
         """Compress right-padded passages at each ratio; ids and mask have shape (batch, length)."""
 
-    def forward(
-        self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int
-    ) -> Mapping[int, SlotBatch]:
+    def forward(self, passages: Sequence[TokenizedPassage], ratios: Sequence[int], window: int) -> SlotsByRatio:
         owners, pieces = token_windows([passage.ids for passage in passages], window)
         done = self.encode(*pad_token_ids(pieces, self.backbone.device), ratios)
         return {ratio: SlotBatch.of(join_slots(owners, batch.rows())) for ratio, batch in done.items()}
 
     @torch.inference_mode()
-    def compress(
-        self, passages: Sequence[TokenizedPassage], ratio: int, window: int, batch_tokens: int
-    ) -> list[PassageSlots]:
+    def compress(self, passages: Sequence[TokenizedPassage], ratio: int, window: int) -> list[PassageSlots]:
         owners, pieces = token_windows([passage.ids for passage in passages], window)
 
         def rows(batch: list[int]) -> list[PassageSlots]:
             compressed = self.encode(*pad_token_ids([pieces[i] for i in batch], self.backbone.device), [ratio])[ratio]
             return SlotBatch(compressed.slots.float().cpu(), compressed.token_counts.long().cpu()).rows()
 
-        return encode_in_batches(owners, [len(ids) for ids in pieces], batch_tokens, rows)
+        return self.in_batches(owners, [len(ids) for ids in pieces], rows)
 
 
 def mean_pool_slots(vectors: Tensor, weights: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -187,22 +194,6 @@ def join_slots(passages: Sequence[int], pieces: Sequence[PassageSlots]) -> list[
         for _, group in groupby(zip(passages, pieces, strict=True), key=itemgetter(0))
         for own in [list(group)]
     ]
-
-
-def encode_in_batches(
-    passages: Sequence[int],
-    lengths: Sequence[int],
-    batch_tokens: int,
-    encode: Callable[[list[int]], Iterable[PassageSlots]],
-) -> list[PassageSlots]:
-    """Encode pieces of passages in batches of similar length, and join the slots of each passage's pieces.
-
-    `passages` has the passage index of each piece, and `lengths` its number of tokens. A batch has at most
-    `batch_tokens` tokens after padding. `encode` gets the indices of a batch's pieces and returns their slots.
-    """
-    batches = length_batches(lengths, batch_tokens)
-    done = {i: soft for batch in batches for i, soft in zip(batch, encode(batch), strict=True)}
-    return join_slots(passages, [done[i] for i in range(len(lengths))])
 
 
 class TrunkCompressor(Compressor):

@@ -16,8 +16,6 @@ from ctx_compress_rag.methods.ram.segments import RamSegments, passages_with_hol
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.tokenizing import check_text_length, text_ids
 
-_TOKENS_PER_BATCH = 8192
-
 
 class RamConfig(MethodConfig):
     """The settings of RAM (Read As Human): the segments that a question needs stay text, and the rest is skimmed.
@@ -118,7 +116,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         layouts = segment_runs(passages, kept)
         runs = [(passage, run) for passage, own in zip(passages, layouts, strict=True) for run in own if not run.kept]
         segments = [segment for passage, run in runs for segment in passage.ids[run.start : run.end]]
-        vectors = self.skim(segments, asked, _TOKENS_PER_BATCH)
+        vectors = self.skim(segments, asked)
         softs = slots_of_runs(vectors, torch.tensor([len(segment) for segment in segments]), layouts)
         parts = [
             TransientPart(
@@ -215,14 +213,13 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         return segment_means(self.read(input_ids, mask), mask)[0]
 
     @torch.inference_mode()
-    def skim(self, segments: Sequence[Sequence[int]], question: Tensor, batch_tokens: int) -> Tensor:
+    def skim(self, segments: Sequence[Sequence[int]], question: Tensor) -> Tensor:
         """Read segments, given as token ids, and return a vector of each (`condense`), (segments, dim), on the CPU.
 
-        `question` is r_q (dim,). A pass has at most `batch_tokens` tokens, but at least one segment. With `skimming`
-        "none" in the config the result is (0, dim).
+        `question` is r_q (dim,). With `skimming` "none" in the config the result is (0, dim).
         """
         done = [torch.zeros(0, self.dim)]
-        rows = max(1, batch_tokens // self.config.segment_tokens)
+        rows = max(1, self.batch_tokens // self.config.segment_tokens)
         for start in range(0, len(segments) if self.config.skimming != "none" else 0, rows):
             ids, mask = pad_token_ids(segments[start : start + rows], self.backbone.device)
             done.append(self.condense(self.read(ids, mask), mask, question).cpu())
