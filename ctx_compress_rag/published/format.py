@@ -62,9 +62,7 @@ class PublishedFormat(ABC):
         return None
 
     @abstractmethod
-    def convert(
-        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
-    ) -> ConvertedCheckpoint:
+    def convert(self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder) -> ConvertedCheckpoint:
         """Convert a checkpoint. Raise BundleError if a part is missing, or the checkpoint does not fit the decoder."""
 
 

@@ -34,9 +34,7 @@ class IcaeFormat(PublishedFormat):
     def decoder(self, checkpoint: PublishedCheckpoint, given: str | None) -> PublishedCheckpoint:
         return PublishedCheckpoint.open(given or _DECODER)
 
-    def convert(
-        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
-    ) -> ConvertedCheckpoint:
+    def convert(self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder) -> ConvertedCheckpoint:
         [file] = self.files(checkpoint)
         tensors = checkpoint.tensors(file)
         memory = tensors.pop(_MEMORY, None)

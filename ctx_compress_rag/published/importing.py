@@ -109,7 +109,7 @@ class PublishedImport:
             raise BundleError(f"cannot write the bundle {folder}: {error}; free space, or choose another") from error
 
     def _write(self, folder: Path, copy: bool) -> None:
-        conversion = self.format.convert(self.checkpoint, self.decoder, self.encoder)
+        conversion = self.format.convert(self.checkpoint, self.decoder)
         for part in (conversion.compressor, conversion.reader, *conversion.adapters.values()):
             if odd := [name for name, value in part.items() if not value.isfinite().all()]:
                 raise BundleError(f"{self.checkpoint}: {odd[0]} holds a NaN or an infinity: fetch it again")

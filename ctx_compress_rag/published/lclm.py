@@ -37,13 +37,11 @@ class LclmFormat(PublishedFormat):
         super().encoder(checkpoint, given)
         return checkpoint.in_subfolder("encoder")
 
-    def convert(
-        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
-    ) -> ConvertedCheckpoint:
-        assert encoder is not None
+    def convert(self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder) -> ConvertedCheckpoint:
         # Its bidirectional mask has no effect with some attention implementations.
         plain = {"pooling": "mean", "encoder_mask_type": "causal", "boundary_overlap": 0, "adapter_type": "mlp"}
         settings = checkpoint.settings(_CONFIG, "compression_ratio", "encoder_window_size", **plain)
+        encoder = checkpoint.in_subfolder("encoder").settings("config.json", "hidden_size")
         adapter = checkpoint.tensors(_ADAPTER)
         checkpoint.check_tensors(adapter, _NAMES, _ADAPTER)
         reader = {f"projection.{own}": adapter[theirs] for theirs, own in _NAMES.items()}
@@ -52,7 +50,7 @@ class LclmFormat(PublishedFormat):
         method = {
             "name": "own_encoder",
             "ratio": settings["compression_ratio"],
-            "dim": encoder.settings("config.json", "hidden_size")["hidden_size"],
+            "dim": encoder["hidden_size"],
             "normed": True,
             "wrap": {"before": 1, "after": 1},
         }

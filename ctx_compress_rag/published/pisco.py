@@ -59,9 +59,7 @@ class PiscoFormat(PublishedFormat):
             )
         return PublishedCheckpoint.open(named)
 
-    def convert(
-        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
-    ) -> ConvertedCheckpoint:
+    def convert(self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder) -> ConvertedCheckpoint:
         fixed = {"sep": True, "different_mem_tokens": True, "lora": True}
         settings = checkpoint.settings("config.json", "compr_rate", "lora_r", "doc_max_length", **fixed)
         ratio, rank = settings["compr_rate"], settings["lora_r"]

@@ -44,10 +44,7 @@ class XragFormat(PublishedFormat):
             )
         return encoder
 
-    def convert(
-        self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder, encoder: PublishedCheckpoint | None
-    ) -> ConvertedCheckpoint:
-        assert encoder is not None
+    def convert(self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder) -> ConvertedCheckpoint:
         settings = checkpoint.settings("config.json", "retriever_hidden_size", projector_type="mlp2x_gelu")
         tensors = {key: value for key in _NAMES if (value := checkpoint.tensor(key)) is not None}
         checkpoint.check_tensors(tensors, _NAMES)
