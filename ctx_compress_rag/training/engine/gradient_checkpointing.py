@@ -5,9 +5,9 @@ LoRA, and the updates that a method adds at a prompt's slots are gone. So the la
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -17,15 +17,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.models.adapted import AdaptedLinear
-
-
-@runtime_checkable
-class SlotUpdates(Protocol):
-    """A module that adds updates to a decoder layer at a prompt's `slots`, or nowhere if `slots` is None."""
-
-    slots: Any
-
-    def at_slots(self, slots: Any) -> AbstractContextManager[None]: ...
 
 
 def bundle_decoder_layers(bundle: Bundle) -> list[nn.Module]:
@@ -42,8 +33,11 @@ def transformers_layers(models: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
-    """From now on, keep only `layers`' inputs, and run them again in the backward pass; `model` has `SlotUpdates`."""
-    updates = [module for module in model.modules() if isinstance(module, SlotUpdates)]
+    """From now on, keep only `layers`' inputs, and run them again in the backward pass.
+
+    Modules of `model` that have `at_slots` add updates to a layer at a prompt's `slots`, or nowhere if that is None.
+    """
+    updates = [module for module in model.modules() if hasattr(module, "at_slots")]
     for layer in layers:
         adapters = [module for module in layer.modules() if isinstance(module, BaseTunerLayer)]
         layer.forward = partial(_forward, adapters, updates, layer.forward)
@@ -51,7 +45,7 @@ def checkpoint_layers(layers: Sequence[nn.Module], model: nn.Module) -> None:
 
 def _forward(
     adapters: Sequence[BaseTunerLayer],
-    updates: Sequence[SlotUpdates],
+    updates: Sequence[Any],
     plain: Callable[..., Any],
     *args: Any,
     **kwargs: Any,

@@ -7,7 +7,7 @@ passages from them, because every token of a passage is then a target, and not o
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -90,38 +90,29 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
         return PackedSlotLoss(bundle, texts[:_MEASURED]), collate_packed, PackedSlotData(builder, examples, texts, self)
 
 
-@runtime_checkable
-class TokenVectors(Protocol):
-    """A compressor whose slots are means of vectors that it makes of tokens, under any attention mask."""
-
-    def token_vectors(self, input_ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """Return the vectors to pool: (batch, length) -> (batch, length, dim)."""
-
-
 class PackedSlotLoss(SlotObjective):
     """The cross-entropy of answers and of repeated passages, each averaged, with half of the weight.
 
-    `measured` are passages for `measure`. Raises ConfigError if the bundle's compressor is none of `TokenVectors`.
+    `measured` are passages for `measure`. Raises ConfigError if the bundle's compressor has no `token_vectors`, whose
+    means under any attention mask are its slots.
     """
 
     def __init__(self, bundle: Bundle, measured: Sequence[str] = ()) -> None:
         super().__init__(bundle)
         self.measured = measured
-        if not isinstance(bundle.compressor, TokenVectors):
+        if not hasattr(bundle.compressor, "token_vectors"):
             raise ConfigError(
                 f"stage repeat_and_answer is for methods that pool tokens, not for {bundle.config.method.name}: use "
                 "another stage"
             )
-        self.pooling = bundle.compressor
         self.packs = keeps_apart(bundle.backbone.model)
 
     def forward(self, batch: PackedSlots) -> dict[str, Tensor]:  # type: ignore[override]
         batch = (batch if self.packs else batch.apart()).to(self.bundle.backbone.device)
         passages, prompts = batch.passages, batch.prompts
         read, dtype = self.bundle.backbone.inputs, self.bundle.backbone.dtype
-        vectors = self.pooling.token_vectors(
-            passages.input_ids, passages.full_attention_mask(dtype), passages.positions
-        )
+        pooled: Any = self.compressor
+        vectors = pooled.token_vectors(passages.input_ids, passages.full_attention_mask(dtype), passages.positions)
         slots, counts = _means(vectors.flatten(0, 1)[batch.sources], batch.slots, len(batch.places))
         embedded = self.reader(slots, counts).to(dtype)
         vectors = read.embed(prompts.input_ids)
