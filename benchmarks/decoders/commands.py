@@ -26,7 +26,8 @@ def decoders(
 ) -> None:
     """Try tiny decoders of transformers' types, and write which of the library's ways they can go.
 
-    Outcomes are also kept beside the page, in .json, and types that are there are not tried again.
+    Outcomes are also kept beside the page, in .json, for each version of transformers, and types that are there are
+    not tried again. The page's table is of the newest version, and counts what is right with the others.
     """
     import torch
     import transformers
@@ -38,13 +39,14 @@ def decoders(
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     file = Path(page).with_suffix(".json")
-    found: dict[str, dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    kept: dict[str, dict[str, dict[str, str]]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = kept.setdefault(transformers.__version__, {})
     left = [name for name in types or decoder_types() + WRAPPERS if name not in found]
     for name, said in _in_processes(left, processes, seconds):
         found[name] = said
         print(name, *(f"{way}: {each}" for way, each in said.items() if each != "yes"), sep=" | ", flush=True)
-        file.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    Path(page).write_text(decoder_page(found, transformers.__version__), encoding="utf-8")
+        file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    Path(page).write_text(decoder_page(kept), encoding="utf-8")
 
 
 def _in_processes(names: Sequence[str], most: int, seconds: float) -> Iterator[tuple[str, dict[str, str]]]:

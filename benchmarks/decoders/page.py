@@ -1,7 +1,10 @@
 """The page of the documentation that says what the library can do with which decoder."""
 
 import re
+import textwrap
 from collections.abc import Mapping
+
+from packaging.version import Version
 
 from benchmarks.decoders.outcome import YES
 from benchmarks.decoders.trial import WAYS
@@ -11,10 +14,7 @@ _HEAD = """# Decoders
 What `python -m benchmarks decoders` found with transformers {version}. Of each decoder-only type a tiny model with
 random weights was saved, loaded and tried; {right} of {count} types answer and train. Results are compared with a plain
 computation, or refused with a reason.
-
-With transformers 5.6.0, the lowest version admitted, 105 of its 112 do; dbrx, doge, gemma4, glm_moe_dsa,
-openai-gpt, qwen3_vl and recurrent_gemma are refused.
-
+{others}
 - *Answer*: one prompt, several, and a stream have the log-probabilities of transformers' own passes over token ids.
 - *Train*: every adapter moves, losses are those of prompts one by one, and a saved bundle compresses, reads and answers
   as before.
@@ -48,19 +48,35 @@ _OWN_WORDS = {
 }
 
 
-def decoder_page(found: Mapping[str, Mapping[str, str]], version: str) -> str:
-    """Return the page in Markdown: types with the same outcomes are one row, and reasons stand below, by number."""
+def decoder_page(kept: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
+    """Return the page in Markdown from each version's outcomes: by type, and what it goes through.
+
+    The table is of the newest version. Types with the same outcomes are one row, and reasons stand below, by number.
+    """
+    version, *older = sorted(kept, key=Version, reverse=True)
+    found = kept[version]
     reasons: dict[str, int] = {}
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, said in sorted(found.items()):
         cells = tuple(_cell(said[way], name, reasons) for way in WAYS)
         rows.setdefault(cells, []).append(name)
-    right = sum(all(said[way] == YES for way in ("answer", "train")) for said in found.values())
     lines = [f"| types | {' | '.join(way.capitalize() if way.isalpha() and way.islower() else way for way in WAYS)} |"]
     lines.append("|---" * (len(WAYS) + 1) + "|")
     lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in sorted(rows.items(), key=_size)]
     lines += ["", *(f"{number}. {reason}" for reason, number in reasons.items())]
-    return _HEAD.format(version=version, right=right, count=len(found)) + "\n".join(lines) + "\n" + _METHODS
+    others = "".join(f"\n{_other(name, kept[name])}" for name in older)
+    head = _HEAD.format(version=version, right=len(found) - len(_not_right(found)), count=len(found), others=others)
+    return head + "\n".join(lines) + "\n" + _METHODS
+
+
+def _other(version: str, found: Mapping[str, Mapping[str, str]]) -> str:
+    wrong = _not_right(found)
+    said = f"With transformers {version}, {len(found) - len(wrong)} of its {len(found)} do"
+    return textwrap.fill(f"{said}; the others are {', '.join(wrong)}." if wrong else f"{said}.", 120) + "\n"
+
+
+def _not_right(found: Mapping[str, Mapping[str, str]]) -> list[str]:
+    return sorted(name for name, said in found.items() if not said["answer"] == YES == said["train"])
 
 
 def _size(row: tuple[tuple[str, ...], list[str]]) -> int:

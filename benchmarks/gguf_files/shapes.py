@@ -54,6 +54,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3": ("Qwen3", {"head_dim": 32}),
     "Qwen 3, scaled (yarn)": ("Qwen3", _YARN),
     "Qwen 3 MoE": ("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True}),
+    "Qwen 3 MoE, norm_topk_prob: false": ("Qwen3Moe", _EXPERTS | {"norm_topk_prob": False}),
     "Qwen3-Next": ("Qwen3Next", _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 32}),
     "Qwen 3.5": ("Qwen3_5", _DELTA | _SECTIONS),
     "Qwen 3.5 MoE": ("Qwen3_5Moe", _DELTA | _SECTIONS | _EXPERTS | {"shared_expert_intermediate_size": 32}),
