@@ -24,13 +24,7 @@ LLM = TypeVar("LLM", bound=DecoderLLM)
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A solved example of the task, (x, D, y) in the paper.
-
-    Attributes:
-        question: the question.
-        passages: the texts that were retrieved for the question.
-        answer: the answer as the decoder should give it.
-    """
+    """A solved example of the task, (x, D, y) in the paper: a question, the texts retrieved for it, and its answer."""
 
     question: str
     passages: tuple[str, ...]

@@ -69,9 +69,7 @@ def sgd_update(
     """Return the update of K steps of plain SGD on each context's answer loss, from the base adapter's factors (eq. 8).
 
     Gradients are taken with respect to the adapter's factors alone (appendix G). Contexts share forward passes but have
-    their own factors, so they do not affect each other.
-
-    Returns: the change of the factors, detached, a row for each context.
+    their own factors (rows), so they do not affect each other.
     """
     count = len(contexts)
     a = {n: torch.zeros(count, *t.shape, device=t.device) for n, t in base.a.items()}
@@ -108,13 +106,10 @@ def update_norms(adapter: Adapter) -> dict[str, Tensor]:
 def matching_loss(predicted: Adapter, target: Adapter, magnitude_weight: float = 0.1) -> Tensor:
     """Return 1 - cosine + lambda |log of the ratio of norms|, summed over layers and projections (eq. 9): (contexts,).
 
-    Compared are the changes of the projections' weights, d_out x d_in, and not those of the factors. The paper defines
-    both sides so: the prediction is U V^T in R^(d x d), the target W^(K) - W0. Comparing factors would not work. b R
-    and R^-1 a are the same adapter for every invertible R, so the distance between factors depends on the R that
-    training happened to find, and a target of factors' changes says nothing about the update applied. The target's rank
-    is twice the prediction's; the predictor should find the target's best approximation at the adapter's own rank.
-
-    Both adapters have a row for each context. `magnitude_weight` is lambda.
+    Compared are the changes of the projections' weights, d_out x d_in, as the paper defines both sides: the prediction
+    is U V^T, the target W^(K) - W0. Comparing factors would not work: b R and R^-1 a are the same adapter for every
+    invertible R. The target's rank is twice the prediction's; the predictor should find the target's best approximation
+    at the adapter's own rank. Both adapters have a row for each context. `magnitude_weight` is lambda.
     """
     products, own, wanted = update_inner_products(predicted, target), update_norms(predicted), update_norms(target)
     terms = [

@@ -20,9 +20,8 @@ _CHANGES_NO_SLOT = {"name", "reads", "decoder_digest", "source", "subfolder", "r
 def decoder_digest(config: BundleConfig, backbone: Backbone, shipped: Path | None = None) -> str:
     """Return 64 hex digits that identify the decoder's files; "" for one on the hub (commit) or in GGUF (own SHA-256).
 
-    For a tokenizer beside a GGUF file, they identify it.
-
-    `shipped` is the folder of a decoder that is part of the bundle; None reads the decoder in memory instead.
+    They identify a tokenizer beside a GGUF file. `shipped` is the folder of a decoder that is part of the bundle; None
+    reads the decoder in memory instead.
     """
     if config.decoder is None:
         if shipped is None:

@@ -49,7 +49,8 @@ def teacher_normalized(
     if whole[2] <= whole[1] or np.mean(worth <= 0) > _TAIL:
         return None
     share = (whole[0] - whole[1]) / (whole[2] - whole[1])
-    return _interval(share, gain[worth > 0] / worth[worth > 0])
+    low, high = np.quantile(gain[worth > 0] / worth[worth > 0], [_TAIL, 1 - _TAIL])
+    return ConfidenceInterval(float(share), float(low), float(high))
 
 
 def _resampled(*systems: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -60,8 +61,3 @@ def _resampled(*systems: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[
     scores, rng = np.array(systems, dtype=np.float64), np.random.default_rng(_SEED)
     draws = (rng.integers(lengths[0], size=lengths[0]) for _ in range(_RESAMPLES))
     return scores.mean(axis=1), np.stack([scores[:, draw].mean(axis=1) for draw in draws])
-
-
-def _interval(value: float, resampled: NDArray[np.float64]) -> ConfidenceInterval:
-    low, high = np.quantile(resampled, [_TAIL, 1 - _TAIL])
-    return ConfidenceInterval(float(value), float(low), float(high))

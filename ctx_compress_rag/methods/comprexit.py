@@ -57,11 +57,8 @@ class TransportPlan(nn.Module):
     def forward(self, anchors: Tensor, mask: Tensor, receivers: Tensor, counts: Tensor) -> Tensor:
         """Return how much of each token goes to each slot. The entries of one segment's plan sum to 1.
 
-        Args:
-            anchors: token anchors, padded on the right.
-            mask: bool, False at padding. No segment is all padding.
-            receivers: the mean of the anchors of each local field (eq. 8), the tokens that one slot is anchored to.
-            counts: the number of tokens of each field; 0 for fields that a shorter segment lacks.
+        `anchors` are padded on the right, where `mask` is False. `receivers` are means of each local field's anchors
+        (eq. 8), the tokens that one slot is anchored to; `counts` their numbers, 0 for fields that a segment lacks.
 
         Shape: (segments, tokens, dim), (segments, tokens), (segments, slots, dim), (segments, slots)
             -> (segments, tokens, slots)

@@ -41,9 +41,7 @@ _MAY_CHANGE = {
 
 
 def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
-    """Run a recipe to its end, and return its output folder.
-
-    Under `accelerate launch` each process trains on its share of every batch.
+    """Run a recipe to its end, by `accelerate launch` in several processes, and return its output folder.
 
     Args:
         path: a YAML file, or the name of a shipped recipe.

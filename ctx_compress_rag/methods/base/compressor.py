@@ -199,14 +199,9 @@ def join_slots(passages: Sequence[int], pieces: Sequence[PassageSlots]) -> list[
 class TrunkCompressor(Compressor):
     """A compressor whose encoder is the decoder without its head: with LoRA, as a separate copy, or frozen.
 
-    A class that also has the base `TokenCompressor` lists `TrunkCompressor` first.
-
-    Args:
-        backbone: the decoder.
-        tune: how the encoder is trained. Its LoRA is not the decoder's (Simple Context Compression, section 5.1).
-        layers: the number of the decoder's layers, from the first on, that the encoder has; None means all layers.
-
-    Raises ConfigError if the decoder has fewer than `layers` layers.
+    `tune` says how it is trained; its LoRA is not the decoder's (Simple Context Compression, section 5.1). It has the
+    decoder's first `layers` layers, None: all; ConfigError if there are fewer. A class that also has the base
+    `TokenCompressor` lists `TrunkCompressor` first.
     """
 
     def __init__(self, backbone: Backbone, tune: TuneConfig, layers: int | None = None) -> None:

@@ -15,11 +15,7 @@ from ctx_compress_rag.models.backbone import Backbone
 class Reader(MethodPart):
     """A reader: it maps stored slots for the decoder, which reads them with LoRA, as a trained copy, or frozen.
 
-    Args:
-        backbone: the decoder.
-        projection: the map; None if slots are already embeddings (Simple Context Compression's ablation).
-        tune: how the decoder is trained.
-        wrap: learned vectors around the mapped slots; None puts none.
+    Without a `projection`, slots are embeddings already (Simple Context Compression's ablation).
     """
 
     part = "reader"

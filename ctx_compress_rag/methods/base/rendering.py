@@ -59,9 +59,7 @@ class PassageRenderer:
     ) -> list[str]:
         """Return stored texts as a prompt shows them: as markers, or as kept text with markers in it.
 
-        `texts` and `ids` go in pairs. `ratio` None is the finest. Only methods that read for a question need it.
-
-        Raises ConfigError if the method needs a question and there is none, and errors as `check_ratio` and
-        `SoftContextStore.markers`.
+        `texts` and `ids` go in pairs. `ratio` None is the finest. Raises ConfigError if the method needs a question and
+        there is none, and errors as `check_ratio` and `SoftContextStore.markers`.
         """
         return store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)

@@ -89,20 +89,15 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
     ) -> list[str]:
         """Return stored passages as text with markers: segments that the question needs are text, the rest markers.
 
-        Segments are chosen over all passages together (eq. 3), by their stored representations, which are as exact as
-        the store's codec. Only the question and the skimmed segments (those not kept as text) are encoded. The parts of
-        a passage keep their order (eq. 6), neighboring skimmed segments share a marker, and kept segments are the
-        passage's own text, character for character. The decoder tokenizes this text together with the prompt around it,
-        so if it begins or ends within a word, the tokens at its edges may differ from those that were counted. The
-        markers are for this question and this store object, whose memory keeps their slots, but only the last 16,384.
+        Segments are chosen over all passages together (eq. 3), by their stored representations. Only the question and
+        the skimmed segments are encoded. The parts of a passage keep their order (eq. 6), neighboring skimmed segments
+        share a marker, and kept segments are the passage's own text. The decoder tokenizes it with the prompt around
+        it, so if it begins or ends within a word, tokens at its edges may differ from those counted. The markers are
+        for this question and this store object, whose memory keeps the last 16,384 slots.
 
-        `ratio` is the paper's alpha, the factor by which all passages together become shorter. None is the smallest
-        ratio that the bundle was trained for.
-
-        Raises:
-            ConfigError: there is no question, or it is longer than the model's window; or more segments are skimmed
-                than the store object can keep slots.
-            FingerprintMismatchError: the tokenizer does not cut a passage as it did when the passage was stored.
+        `ratio` is the paper's alpha, the factor by which all passages together become shorter; None is the bundle's
+        smallest. Raises ConfigError if there is no question, or it is longer than the model's window, or more slots are
+        made than the store object can keep; FingerprintMismatchError if a passage is cut otherwise than when stored.
         """
         question, question_ids = self._checked(question)
         if not texts:
@@ -177,15 +172,11 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
         The paper writes eq. 2 as a softmax over dot products but calls it cosine. Eq. 8, which trains the choice, uses
         cosine, and so does this method. A softmax keeps the order, so none is applied. Of equals, the earlier stays.
 
-        The paper cuts segments from one input, so that k segments have k * `segment_tokens` tokens and only the last is
-        shorter. Here every passage may end in a short segment, so the nearest segments that together have at most
-        k * `segment_tokens` tokens are kept. For one passage these are its k nearest; of short passages, more stay.
+        The paper cuts segments from one input, of which only the last is shorter. Here every passage may end in a short
+        segment, so the nearest segments that together have at most k * `segment_tokens` tokens are kept.
 
-        Args:
-            question: r_q (dim,).
-            segments: r_i of all segments in the prompt (segments, dim).
-            counts: tokens of each segment (segments,), int64. Their sum is L_org.
-            reduction: the paper's alpha, the factor by which the context becomes shorter.
+        Shape: r_q (dim,), all segments' r_i (segments, dim), tokens (segments,), int64, whose sum is L_org. `reduction`
+        is the paper's alpha, the factor by which the context becomes shorter.
         """
         size = self.config.segment_tokens
         k = int(counts.sum()) // (reduction * size) if self.config.close_reading else 0
