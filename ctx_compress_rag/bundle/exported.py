@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,12 @@ from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.fast_tokenizer import FastTokenizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 
+AnyBundle: TypeAlias = "Bundle | ExportedBundle"
+AnyDecoder: TypeAlias = "PlainDecoder | ExportedBundle"
 EXPORTED_FILE = "answering.json"
 _READER_FILE = "reader.safetensors"
 _FORMAT = 1

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ctx_compress_rag.bundle.exported import AnyDecoder
 from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, MissingPassageError, PayloadError
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate, Quotable
@@ -32,10 +33,6 @@ from ctx_compress_rag.text.template_words import answers_before, beside_passages
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import check_text_length
 
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.exported import ExportedBundle
-    from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-
 logger = logging.getLogger(__name__)
 Slotted = MarkedRecord | TransientPart
 T = TypeVar("T")
@@ -46,7 +43,7 @@ class PromptPreparer:
 
     def __init__(
         self,
-        bundle: PlainDecoder | ExportedBundle,
+        bundle: AnyDecoder,
         store: SoftContextStore | None = None,
         *,
         on_unreadable: OnUnreadable = "error",

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import regex
 
+from ctx_compress_rag.bundle.exported import AnyBundle
 from ctx_compress_rag.store import Passage
 from ctx_compress_rag.text.tokenizing import text_ids
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +24,7 @@ _LETTERS = 20  # how many letters are enough to tell: of 2,880 English questions
 class IndexFit:
     """The ids of passages that a bundle reads badly, collected to warn of all of them at once."""
 
-    def __init__(self, bundle: Bundle | ExportedBundle) -> None:
+    def __init__(self, bundle: AnyBundle) -> None:
         self._bundle = bundle
         self._long: list[str] = []
         self._foreign: list[str] = []

@@ -14,9 +14,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ctx_compress_rag.bundle import SHIPPED
+from ctx_compress_rag.bundle.exported import AnyBundle
 from ctx_compress_rag.errors import ConfigError, StoreError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.indexing.words import WordSearch
@@ -29,10 +30,6 @@ from ctx_compress_rag.store.passage import passage_batches
 from ctx_compress_rag.store.place import StorePlace, check_store_folder_name, connect_store
 from ctx_compress_rag.store.record import owned_by_scope, passage_id, record_id
 from ctx_compress_rag.store.records import summarize_store
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ class PassageIndex:
     def __init__(
         self,
         folder: str | StorePlace,
-        bundle: Bundle | ExportedBundle,
+        bundle: AnyBundle,
         bundle_name: str,
         codec: str | None,
         embedder: str,
@@ -249,7 +246,7 @@ def open_index(
                 "or index into another folder"
             )
         name = bundle or recorded or DEFAULT_BUNDLE
-        loaded: Bundle | ExportedBundle
+        loaded: AnyBundle
         if llama_cpp is None:
             from ctx_compress_rag.bundle.bundle import Bundle
 

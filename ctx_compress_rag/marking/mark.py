@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter
 
+from ctx_compress_rag.bundle.exported import AnyBundle
 from ctx_compress_rag.errors import (
     ConfigError,
     MissingExtraError,
@@ -27,10 +28,6 @@ from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, StoredPassag
 from ctx_compress_rag.strict import as_int, as_list, validate_argument
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import replace_surrogates, text_ids
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -351,7 +348,7 @@ def relevance_score(score: object) -> float:
     return -math.inf if math.isnan(number) else number
 
 
-def shown_positions(bundle: Bundle | ExportedBundle, shown: Sequence[ShownPassage]) -> int:
+def shown_positions(bundle: AnyBundle, shown: Sequence[ShownPassage]) -> int:
     """Return how many positions of a prompt the shown passages take, with the separators between them."""
     texts, slots, after_slots = [""], 0, False
     for each in shown:

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ctx_compress_rag.bundle.exported import AnyBundle
 from ctx_compress_rag.errors import (
     FingerprintMismatchError,
     MissingExtraError,
@@ -33,10 +34,6 @@ from ctx_compress_rag.store.record import (
     scoped_marker_id,
 )
 from ctx_compress_rag.store.sentences import pack_sentence_vectors, sentence_vectors
-
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 FORMAT = 7
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB
@@ -65,7 +62,7 @@ class Records(ChromaCollection):
         self,
         place: StorePlace,
         name: str,
-        bundle: Bundle | ExportedBundle,
+        bundle: AnyBundle,
         key: StoreKey,
         codec: str | None,
         ratio: int | None,

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from os import PathLike
-from typing import TYPE_CHECKING, Never, Self
+from typing import Never, Self
 
 import chromadb
 from tqdm.auto import tqdm
 
+from ctx_compress_rag.bundle.exported import AnyBundle
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, StoreError, UnreadableMarkerError
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.process_bound import ProcessBound
@@ -51,10 +52,6 @@ from ctx_compress_rag.store.records import Records, summarize_store
 from ctx_compress_rag.store.threads import caller_gone, shielded_from_interrupts
 from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.strict import as_int, as_seconds, check_known_options
-
-if TYPE_CHECKING:  # it imports transformers
-    from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.bundle.exported import ExportedBundle
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +98,7 @@ class SoftContextStore(ProcessBound):
     def __init__(
         self,
         location: Location | StorePlace,
-        bundle: Bundle | ExportedBundle,
+        bundle: AnyBundle,
         *,
         collection: str = "passages",
         codec: str | None = None,

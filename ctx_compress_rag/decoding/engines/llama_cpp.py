@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ctx_compress_rag.bundle.exported import ExportedBundle
+from ctx_compress_rag.bundle.exported import AnyDecoder, ExportedBundle
 from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
 from ctx_compress_rag.decoding.engines.llama_cpp_proof import prove
@@ -16,14 +16,11 @@ from ctx_compress_rag.decoding.sampling import Put, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt, Side
 
-if TYPE_CHECKING:
-    from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-
 
 class LlamaCppEngine:
     """An engine that answers with a bundle's GGUF files; the first engine for a bundle writes them."""
 
-    def __init__(self, bundle: PlainDecoder | ExportedBundle, options: EngineOptions) -> None:
+    def __init__(self, bundle: AnyDecoder, options: EngineOptions) -> None:
         load_llama_cpp()
         self._bundle = bundle
         self._batch_size, self._weights = options.batch_size, options.weights
