@@ -9,14 +9,11 @@ from typing import Any, TypeVar
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.prompt import PromptLike
+from ctx_compress_rag.server.faults import RequestError
 from ctx_compress_rag.server.metrics import ServerMetrics
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[str | Generation, None]
-
-
-class ClientGoneError(Exception):
-    """The client disconnected before its answer was ready."""
 
 
 async def stream_answer(decoder: Decoder, prompt: PromptLike, sampling: Sampling, metrics: ServerMetrics) -> Pieces:
@@ -51,7 +48,7 @@ async def gather_answers(answers: Sequence[Pieces]) -> list[Generation]:
 
 
 async def unless_client_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[T]) -> T:
-    """Return the result of `work`; if the client disconnects first, cancel `work` and raise ClientGoneError."""
+    """Return the result of `work`; if the client disconnects first, cancel `work` and raise RequestError."""
 
     async def gone() -> None:  # `receive` is ASGI's, after the body was read: the next message is the disconnect
         while (await receive())["type"] != "http.disconnect":
@@ -61,7 +58,7 @@ async def unless_client_gone(receive: Callable[[], Awaitable[Any]], work: Awaita
     try:
         await asyncio.wait({watch, task}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError
+            raise RequestError(499, "the client has gone")  # nobody reads it; nginx's status, for the metrics
         return task.result()
     finally:
         for each in (watch, task):

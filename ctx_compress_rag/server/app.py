@@ -15,7 +15,7 @@ from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteErr
 from ctx_compress_rag.indexing.retrieval import IndexRetrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
-from ctx_compress_rag.server.answers import ClientGoneError, gather_answers, stream_answer, unless_client_gone
+from ctx_compress_rag.server.answers import gather_answers, stream_answer, unless_client_gone
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.faults import RequestError, error_response
 from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
@@ -71,7 +71,6 @@ def create_app(
     app.get("/metrics")(service.measured)
     if retrieval is not None:
         app.get("/")(_page)
-    app.add_exception_handler(ClientGoneError, _note_gone)
     for kind in (Exception, CtxCompressError, RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _refuse)
     app.add_middleware(RequestGuard, metrics=metrics, keys=keys, limits=limits, hosts=hosts)
@@ -105,15 +104,12 @@ class _Service:
         return {"object": "list", "data": [await self.model(self.name)]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "ctx-compress"}
-
-    def _check_model(self, name: str) -> None:
         if name != self.name:
             raise RequestError(404, f"no model {name!r}: this server has {self.name!r}", "model_not_found", "model")
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "ctx-compress"}
 
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
-        self._check_model(body.model)
+        await self.model(body.model)
         chat, scope, retrieval = body.prompt(), request.state.tenant, self.retrieval
         if retrieval is None or not retrieval.is_question(chat, scope):
             return await self._generate("chat", body, [chat], request)
@@ -123,7 +119,7 @@ class _Service:
         return await self._generate("chat", body, [prompt], request, sources, retrieval.extractive)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
-        self._check_model(body.model)
+        await self.model(body.model)
         return await self._generate("text", body, body.prompt, request)
 
     async def _generate(
@@ -155,7 +151,7 @@ class _Service:
         The part that is being compressed when the client disconnects is finished; later parts are canceled.
         """
         if body.model is not None:
-            self._check_model(body.model)
+            await self.model(body.model)
         scope = request.state.tenant
         marking = Marking(self.store, body.ratio, body.token_budget, scope=scope)
         shown = await unless_client_gone(request.receive, self._marked(body, marking, scope))
@@ -185,10 +181,6 @@ async def _health() -> dict[str, str]:
 
 async def _page() -> Response:
     return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_MAY})
-
-
-async def _note_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; nginx's status, for the metrics
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

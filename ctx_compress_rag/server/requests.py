@@ -79,17 +79,12 @@ class _Request(BaseModel):
     def _without_what_asks_for_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
         given = {name: value for name, value in data.items() if value is not None}
-        return {name: value for name, value in given.items() if name in known or _asks(name, value)}
+        return {name: value for name, value in given.items() if name in cls.model_fields or _asks(name, value)}
 
 
 def _asks(name: str, value: Any) -> bool:
     return name not in _OF_THE_CLIENT and value not in (0, "", [], {}) and value not in _NEUTRAL.get(name, ())
-
-
-def _is_thought(kind: object) -> bool:
-    return isinstance(kind, str) and kind in THOUGHTS
 
 
 class TextPart(_Request):
@@ -109,7 +104,7 @@ class ChatMessage(_Request):
             return data
         kept = {name: value for name, value in data.items() if name not in THOUGHTS}
         if isinstance(parts := kept.get("content"), list):
-            kept["content"] = [part for part in parts if not (isinstance(part, dict) and _is_thought(part.get("type")))]
+            kept["content"] = [part for part in parts if not (isinstance(part, dict) and part.get("type") in THOUGHTS)]
         return kept
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import ConfigError, CtxCompressError
 from ctx_compress_rag.text.tokenizing import bos_token_id, replace_surrogates, text_ids, text_parts, text_tokens
 
 ROLES = ("system", "user", "assistant", "tool")  # who may speak in a chat
-THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking", "reasoning_content", "reasoning_details"})
+THOUGHTS = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "reasoning_details")
 """What other models' thoughts are called, as blocks of a message or as its fields; a chat goes on without them."""
 
 _CUE = "Answer:"
@@ -54,10 +54,7 @@ def takes_system(tokenizer: Any) -> bool:
 
 
 def answer_ids(tokenizer: Any, answer: str) -> list[int]:
-    """Return the token ids of an answer that follows a chat rendered by `chat_text`, without the end token.
-
-    Without a chat format, the answer follows `Answer:` and a space, as in the texts that decoders are pretrained on.
-    """
+    """Return an answer's token ids after `chat_text`, without the end token; without a format it follows "Answer:"."""
     if getattr(tokenizer, "chat_template", None) or not answer.strip():
         return text_ids(tokenizer, answer)
     both = text_tokens(tokenizer, f"{_CUE} {answer.lstrip()}")

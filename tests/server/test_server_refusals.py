@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.faults import error_response
 from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
 from ctx_compress_rag.server.metrics import ServerMetrics
-from ctx_compress_rag.server.run import LimitedProtocol, open_server_socket
+from ctx_compress_rag.server.run import open_server_socket
 from helpers.langchain import QUESTION, TEXTS
 from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker, post
 
@@ -263,7 +262,6 @@ def test_what_may_work_later_has_a_status_that_says_so(error: Exception, status:
 
 ONE, TWO = "k" * 16, "l" * 40
 HEAD = b"POST /v1/compress HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 AUTHORIZED = HEAD + f"Authorization: Bearer {ANNA}\r\n".encode()
 
 
@@ -292,44 +290,6 @@ def test_a_head_without_an_end_is_refused(url: str, part: bytes) -> None:
         connection.sendall(HEAD + b"X: ")
         assert sent_until_refused(connection, part, 64 << 20) < 16 << 20  # what the sockets' buffers may hold
     assert httpx.get(f"{url}/health").status_code == 200
-
-
-def closed(connection: socket.socket) -> bool:
-    connection.settimeout(30)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-@pytest.mark.parametrize(("first", "more"), [(b"", b""), (b"GET /h", b"eal"), (REQUEST + b"GET /h", b"eal")])
-def test_a_head_that_does_not_come_is_not_waited_for(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, first: bytes, more: bytes
-) -> None:
-    """Neither at the beginning, nor sent byte by byte, nor after another request."""
-    monkeypatch.setattr(LimitedProtocol, "head_seconds", 0.5)
-    with listening(create_app(decoder)) as url, connected(url) as connection:
-        connection.sendall(first)
-        time.sleep(0.3)
-        if first.startswith(REQUEST):
-            assert b"200 OK" in connection.recv(4096)
-        connection.sendall(more)
-        assert closed(connection)
-
-
-def test_silent_connections_keep_nobody_out(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that sends nothing nor one that is idle after a request: each goes when another comes."""
-    monkeypatch.setattr(LimitedProtocol, "most", 1)
-    monkeypatch.setattr(LimitedProtocol, "head_seconds", WAIT)
-    with listening(create_app(decoder)) as url, connected(url) as silent:
-        time.sleep(0.1)  # by the server's clock, in milliseconds, it came first
-        with connected(url) as idle:
-            assert closed(silent)
-            idle.sendall(REQUEST)
-            assert b"200 OK" in idle.recv(4096)
-            time.sleep(0.1)
-            assert httpx.get(f"{url}/health").status_code == 200
-            assert closed(idle)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(decoder: Decoder) -> None:
