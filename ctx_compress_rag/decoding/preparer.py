@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from ctx_compress_rag.store.marker import (
     read_parts,
 )
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
-from ctx_compress_rag.store.record import MarkedRecord
+from ctx_compress_rag.store.record import FoundRecord
 from ctx_compress_rag.strict import as_positive_int
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import find_quotations
@@ -34,7 +33,8 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import check_text_length
 
 logger = logging.getLogger(__name__)
-Slotted = MarkedRecord | TransientPart
+Slotted = FoundRecord | TransientPart
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -98,7 +98,7 @@ class PromptPreparer:
             read = [[shown.get(p, p) if isinstance(p, Marker) else p for p in parts] for parts in messages]
             # Before joining: a prompt may contain the marker of a long passage thousands of times.
             check_text_length(
-                f"prompt {index}", sum(len(p) for r in read for p in r if isinstance(p, str)), self._window
+                f"prompt {index}", sum(len(p) for r in read for p in r if isinstance(p, str)), self.bundle.window
             )
             around = [self._around_markers(parts) for parts in read]
             texts = [texts for texts, _ in around]
@@ -129,22 +129,20 @@ class PromptPreparer:
                     )
         if not contents or not contents[-1].strip():
             raise ConfigError(f"prompt {index} is empty: its last message must ask something")
-        check_text_length(f"prompt {index}", sum(map(len, contents)), self._window)
-        if self._window is not None and len(contents) > self._window:  # each takes at least one token
+        window = self.bundle.window
+        check_text_length(f"prompt {index}", sum(map(len, contents)), window)
+        if window is not None and len(contents) > window:  # each takes at least one token
             raise ConfigError(
-                f"prompt {index} has {len(contents)} messages, more than the model's window of {self._window} tokens: "
-                "leave old ones out"
+                f"prompt {index} has {len(contents)} messages, more than the model's window of {window} tokens: leave "
+                "old ones out"
             )
         return contents
 
     def _raw_ids(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Return the token ids of a raw prompt's texts before, between and after its slots.
-
-        If the decoder has a chat format, the caller wrote the prompt in that format; otherwise the prompt is all text.
-        """
+        """Return the token ids of a raw prompt's texts before, between and after its slots."""
         bos = self.bundle.tokenizer.bos_token or ""
         begun = bool(bos) and texts[0].startswith(bos)
-        if not self.bundle.tokenizer.chat_template:
+        if not self.bundle.tokenizer.chat_template:  # else the caller wrote the prompt in the decoder's format
             lead = bos if begun else ""
             first, *rest = [texts[0].removeprefix(lead), *texts[1:]]
             texts = [lead + self._tokenizer.as_text(first), *map(self._tokenizer.as_text, rest)]
@@ -180,10 +178,7 @@ class PromptPreparer:
     def _read(
         self, markers: Sequence[Marker], words: bool
     ) -> tuple[dict[Marker, Any], dict[Marker, str], dict[Marker, str]]:
-        """Return markers' slots (positions, dim) as the decoder's input, and texts of the markers without slots.
-
-        Third, if `words`, the texts of the markers with slots.
-        """
+        """Return markers' slots (positions, dim), texts of those without slots and, if `words`, of those with slots."""
         if self.store is None:
             return {}, {}, {}
         bundle: Any = self.bundle  # only a bundle has a store
@@ -199,31 +194,26 @@ class PromptPreparer:
         return {marker: bundle.embed(each) for marker, each in soft.items()}, lost, said
 
     def _parts(self, markers: Sequence[Marker]) -> dict[Marker, Slotted]:
-        """Return what markers stand for, in one call of the store unless something is missing.
-
-        A missing or changed passage raises the store's error if `on_unreadable` is "error", else it logs a warning.
-        """
+        """Return what markers stand for, in one call of the store unless something is missing or changed."""
         if self.store is None or not markers:
             return {}
         try:
             return dict(zip(markers, self.store.read(markers), strict=True))
-        except (MissingPassageError, PayloadError) as error:
+        except (MissingPassageError, PayloadError):
             if self.on_unreadable == "error":
                 raise
-            logger.warning("some passages cannot be read: %s", error)
-        found: dict[Marker, Slotted] = {}
-        for marker in markers:
-            with suppress(MissingPassageError, PayloadError):
-                [found[marker]] = self.store.read([marker])
-        return found
+        read = self.store.read
+        return self._decoded(
+            dict(zip(markers, markers, strict=True)), lambda one: read([one])[0], "some passages cannot be read"
+        )
 
-    def _decoded(self, parts: Mapping[Marker, Slotted], decode: Callable[[Slotted], T], said: str) -> dict[Marker, T]:
-        """Return what is decoded of each part; a damaged one raises or logs a warning, as in `_parts`."""
+    def _decoded(self, parts: Mapping[Marker, S], decode: Callable[[S], T], said: str) -> dict[Marker, T]:
+        """Return what is decoded of each part; one that is missing or damaged raises or logs a warning."""
         found: dict[Marker, T] = {}
         for marker, part in parts.items():
             try:
                 found[marker] = decode(part)
-            except PayloadError as error:
+            except (MissingPassageError, PayloadError) as error:
                 if self.on_unreadable == "error":
                     raise
                 logger.warning("%s: %s", said, error)
@@ -264,12 +254,8 @@ class PromptPreparer:
             )
         return find_quotations(texts, self.bundle.tokenizer)
 
-    @property
-    def _window(self) -> int | None:
-        return self.bundle.window
-
     def _check_length(self, index: int, prompt: Prompt) -> None:
-        most, window = self.max_prompt_tokens, self._window
+        most, window = self.max_prompt_tokens, self.bundle.window
         if most is not None and prompt.length > most:
             reason = f"at most {most} are allowed here"
         elif window is not None and prompt.length >= window:

@@ -84,10 +84,7 @@ Count = Callable[[Sequence[ShownPassage]], int]
 
 
 class Budget:
-    """Ways to spend a budget of `size` positions on passages; each method returns what is shown of each passage.
-
-    `count` counts the positions, and `nestable` is whether neighboring slots can be merged.
-    """
+    """Ways to show passages in `size` positions, by `count`; `nestable` is whether neighboring slots can be merged."""
 
     def __init__(self, passages: Sequence[RetrievedText], size: int, count: Count, *, nestable: bool = True) -> None:
         self.passages = passages

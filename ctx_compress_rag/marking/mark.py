@@ -25,11 +25,12 @@ from ctx_compress_rag.marking.budget import Budget, RetrievedText, ScoredSentenc
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers, marked_passages
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, StoredPassage, checked_passage
-from ctx_compress_rag.strict import as_int, as_list, validate_argument
+from ctx_compress_rag.strict import as_int, as_list, as_positive_int, validate_argument
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import replace_surrogates, text_ids
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 T = TypeVar("T")
 _SHARE: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
 
@@ -104,12 +105,11 @@ class Marking:
 
     def __post_init__(self) -> None:
         self.ratio = ratio = None if self.ratio is None else as_int("ratio", self.ratio)
-        self.token_budget = budget = None if self.token_budget is None else as_int("token_budget", self.token_budget)
+        budget = None if self.token_budget is None else as_positive_int("token_budget", self.token_budget)
         self.text_share = None if self.text_share is None else validate_argument("text_share", self.text_share, _SHARE)
         if ratio is not None and budget is not None:
             raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
-        if budget is not None and budget < 1:
-            raise ConfigError(f"token_budget={budget}: a budget is a number of tokens, 1 or more")
+        self.token_budget = budget
         if budget is not None or self.text_share:
             base = self.store.base_ratio
             self.store.bundle.compressor.merge_factor(base, base)  # refuses a bundle that needs the question
@@ -162,7 +162,8 @@ class Marking:
                     passage.text = _joined(self.store, parts, min(MAX_CHARACTERS, room))
                     room -= len(passage.text)
                 if passage.text.strip():
-                    passage.id = checked_passage(passage.text, id if _is_id(id) else None, place).id
+                    storable = isinstance(id, str) and id and replace_surrogates(id) == id
+                    passage.id = checked_passage(passage.text, id if storable else None, place).id
             except (ConfigError, MissingPassageError, PayloadError) as error:
                 self._leave(passage, error)
         return passages
@@ -170,18 +171,18 @@ class Marking:
     def _find(self, passages: Sequence[_Passage]) -> None:
         """Set the id under which each text is stored, or None; compress missing texts if the options say so."""
         missing = self._located(passages)
-        if self.on_missing != "compress" and missing and len(missing) == len(passages):
+        if self.on_missing == "compress":
+            self._compress(missing)
+            return
+        if missing and len(missing) == len(passages):
             self.store.warn_if_empty()
         if missing and self.on_missing == "error":
             raise MissingPassageError(
                 f"passage {missing[0].name} is not stored with this text ({len(missing)} missing): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
-        if self.on_missing == "compress":
-            self._compress(missing)
-        else:
-            for passage in missing:
-                passage.id = None
+        for passage in missing:
+            passage.id = None
 
     def _located(self, passages: Sequence[_Passage]) -> list[_Passage]:
         """Set the id under which each text is stored, and return the passages that are not stored, ids unchanged."""
@@ -312,7 +313,7 @@ class Marking:
         except MissingExtraError as error:
             if self.text_share is not None:
                 raise
-            _warn_once(f"soft contexts alone are shown, although sentences beside them answer better: {error}")
+            _warn_once("soft contexts alone are shown, although sentences beside them answer better: %s", str(error))
             return None
 
     def _show(self, passages: Sequence[_Passage], shown: Sequence[ShownPassage]) -> None:
@@ -385,13 +386,3 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
             f"a text with its {len(markers):,} markers expanded has {length:,} characters, over {most:,}: use fewer"
         )
     return "".join(texts)
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
-
-
-def _is_id(id: object) -> bool:
-    """Whether the store can hold a passage under this id."""
-    return isinstance(id, str) and bool(id) and replace_surrogates(id) == id

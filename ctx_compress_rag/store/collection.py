@@ -14,6 +14,7 @@ from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.store.chroma_errors import raising_store_errors
 from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace, connect_store
 from ctx_compress_rag.store.threads import shielded_from_interrupts
+from ctx_compress_rag.text.tokenizing import batched
 
 T = TypeVar("T")
 Row = dict[str, Any]  # the metadata of a record
@@ -32,16 +33,9 @@ def chroma_pages(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def chroma_batches(values: Mapping[str, T], size: Callable[[T], int], limit: int) -> Iterator[dict[str, T]]:
     """Yield the values in order, at most `PAGE` at a time, of a total size up to `limit` (or one larger value)."""
-    batch: dict[str, T] = {}
-    total = 0
-    for id, value in values.items():
-        if batch and (len(batch) == PAGE or total + size(value) > limit):
-            yield batch
-            batch, total = {}, 0
-        batch[id] = value
-        total += size(value)
-    if batch:
-        yield batch
+    sizes = {id: size(value) for id, value in values.items()}
+    for ids in batched(values, lambda ids: len(ids) <= PAGE and sum(map(sizes.__getitem__, ids)) <= limit):
+        yield {id: values[id] for id in ids}
 
 
 class ChromaCollection:

@@ -73,20 +73,15 @@ class StorePlace:
     def reading(self, timeout: float) -> Iterator[ClientAPI | None]:
         """Give a client to read with, or None if nothing was ever written.
 
-        Raises:
-            StoreLockedError: another process or thread held the folder's locks for `timeout` seconds.
-            StoreWriteError: this user may not write to the folder, as Chroma must even to read.
-            StoreError: Chroma failed, or did not answer for `timeout` seconds.
+        Raises StoreLockedError after `timeout` seconds of waiting for locks, StoreError after as many for Chroma, and
+        StoreWriteError if this user may not write to the folder, as Chroma must even to read.
         """
         with limit_wait(timeout, partial(self._silent, timeout)), raising_store_errors(self.where):
             yield self._client
 
     @contextmanager
     def writing(self, timeout: float) -> Iterator[ClientAPI]:
-        """Give a client to write with. Raise StoreWriteError if that is impossible.
-
-        Raises StoreLockedError if another process or thread held the folder's locks for `timeout` seconds.
-        """
+        """Give a client to write with; raise StoreWriteError, or StoreLockedError after waiting `timeout` seconds."""
         with raising_store_errors(self.where, writing=True):
             yield self._client
 

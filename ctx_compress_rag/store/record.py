@@ -130,21 +130,25 @@ class Record:
 
 
 @dataclass(frozen=True)
-class MarkedRecord:
-    """A record under its id, with the number of its slots that a marker merges into one; decoded when asked for."""
+class FoundRecord:
+    """A record under its id, with the number of its slots that are merged into one; decoded when asked for."""
 
     id: str
     record: Record
-    factor: int
     fingerprint: str
+    factor: int = 1
 
     @property
     def soft(self) -> SoftContext:
         return self.record.soft_context(self.id).merge(self.factor)
 
     @property
+    def passage(self) -> StoredPassage:
+        return self.record.passage(self.id, self.fingerprint)
+
+    @property
     def text(self) -> str:
-        return self.record.passage(self.id, self.fingerprint).text
+        return self.passage.text
 
 
 def record_id(id: str, scope: str) -> str:

@@ -25,6 +25,7 @@ from ctx_compress_rag.store.marker import Marker, Signer
 from ctx_compress_rag.store.passage import Passage, StoreInfo, listed_passages, unique_passages
 from ctx_compress_rag.store.place import StorePlace
 from ctx_compress_rag.store.record import (
+    FoundRecord,
     Record,
     passage_id,
     readable_scopes,
@@ -122,25 +123,25 @@ class Records(ChromaCollection):
 
     # Reading
 
-    def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> dict[str, tuple[str, Record]]:
-        """Return the record id and the record of each passage id, of the scope or else of the default scope.
+    def find(self, ids: Sequence[str], scope: str, texts: Sequence[str] | None) -> list[FoundRecord | None]:
+        """Return the record of each passage id, of the scope or else of the default scope; None if there is none.
 
         With `texts`, one for each id, only a record with that text is returned.
         """
         passages = None if texts is None else unique_passages(listed_passages(texts, ids), repeats=True)
         places = readable_scopes(scope)
         stored = self.rows([record_id(id, place) for id in ids for place in places])
-        found: dict[str, tuple[str, Record]] = {}
+        found: dict[str, FoundRecord] = {}
         for id in dict.fromkeys(ids):
             for own in filter(stored.__contains__, [record_id(id, place) for place in places]):
                 wanted = passages and record_text_hash(self._bundle.fingerprint, own, passages[id])
                 if not wanted or wanted == stored[own].get("text_hash"):
-                    found[id] = (own, self._verified(own, stored[own]))
+                    found[id] = self._verified(own, stored[own])
                     break
-        return found
+        return [found.get(id) for id in ids]
 
-    def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, tuple[str, Record]]:
-        """Return the record id and the record of each marker's passage. Raise MissingPassageError if one is missing."""
+    def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, FoundRecord]:
+        """Return the record of each marker's passage. Raise MissingPassageError if one is missing."""
         wanted = {
             each: [scoped_marker_id(each.passage, place) for place in readable_scopes(each.scope)] for each in markers
         }
@@ -153,7 +154,7 @@ class Records(ChromaCollection):
                 "was deleted or its text changed after the prompt was made, or it was made for one question and is no "
                 "longer in memory; retrieve again"
             )
-        return {marker: (id, self._verified(id, rows[id])) for marker, id in found.items()}
+        return {marker: self._verified(id, rows[id], marker.factor) for marker, id in found.items()}
 
     def has_passages(self, passages: Sequence[Passage], scope: str) -> list[bool]:
         """Return, for each passage, whether a record that the scope may read holds it with its text."""
@@ -178,15 +179,14 @@ class Records(ChromaCollection):
         drawn = everything if sample is None else random.sample(everything, min(sample, len(everything)))
         for ids in chroma_pages(drawn):
             for id, row in self.rows(ids).items():
-                signed = intact = False
-                with suppress(PayloadError):
+                intact = False
+                try:
                     record = Record.read(id, row)
                     record.soft_context(id)
                     record.passage(id, self._bundle.fingerprint)
                     intact = True
                     self._verified(id, row)
-                    signed = True
-                if not signed:
+                except PayloadError:
                     found[id] = intact
         return found
 
@@ -212,7 +212,7 @@ class Records(ChromaCollection):
         """Write the metadata of passages that are stored with the same text."""
         stored = self.rows(list(passages))
         made = self._bundle.fingerprint
-        self._put({id: self._verified(id, row).relabeled(id, passages[id], made) for id, row in stored.items()})
+        self._put({id: self._verified(id, row).record.relabeled(id, passages[id], made) for id, row in stored.items()})
 
     def write(self, passages: Mapping[str, Passage], softs: Sequence[SoftContext], scope: str) -> None:
         """Write a scope's passages, by record id, durably. If a PayloadError (a NaN) is raised, none is written."""
@@ -243,9 +243,8 @@ class Records(ChromaCollection):
         """Return the vectors of each passage's sentences, or "" if the bundle shows none or MiniLM is not installed."""
         if self._bundle.config.text_share:
             with suppress(MissingExtraError):
-                return list(
-                    map(pack_sentence_vectors, sentence_vectors([passage.text for passage in passages.values()]))
-                )
+                vectors = sentence_vectors([passage.text for passage in passages.values()])
+                return [*map(pack_sentence_vectors, vectors)]
         return [""] * len(passages)
 
     def _matching(
@@ -255,11 +254,11 @@ class Records(ChromaCollection):
         made = self._bundle.fingerprint
         return self.matching(field, {id: digest(made, id, passage) for id, passage in passages.items()})
 
-    def _verified(self, id: str, row: Row) -> Record:
+    def _verified(self, id: str, row: Row, factor: int = 1) -> FoundRecord:
         """Return the record in a row. Raise PayloadError if the record was changed or signed with another key."""
         record = Record.read(id, row)
         record.check_signature(id, self.signer, self.name)
-        return record
+        return FoundRecord(id, record, self._bundle.fingerprint, factor)
 
 
 def summarize_store(records: ChromaCollection, about: Row) -> StoreInfo:

@@ -15,10 +15,7 @@ _DIM = 384
 
 
 def sentence_vectors(texts: Sequence[str]) -> list[Vectors]:
-    """Return the vectors (units, 384), of length 1, of each text's units, each with its heads.
-
-    Raises MissingExtraError without the extra `sentences`.
-    """
+    """Return unit vectors (units, 384) of each text's units with their heads; MissingExtraError without `sentences`."""
     parts = [["\n".join(unit.path) for unit in split_passage(text)] for text in texts]
     flat = [part for own in parts for part in own]
     if not flat:

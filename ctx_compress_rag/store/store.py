@@ -41,7 +41,7 @@ from ctx_compress_rag.store.place import (
     connect_store,
 )
 from ctx_compress_rag.store.record import (
-    MarkedRecord,
+    FoundRecord,
     damaged_record,
     owned_by_scope,
     passage_id,
@@ -254,19 +254,13 @@ class SoftContextStore(ProcessBound):
 
         Raises PayloadError, with the passage's id, if a record is damaged or signed with another key.
         """
-        ids = checked_passage_ids(ids)
-        records = self._records.find(ids, self._scope(scope), texts)
-        found = {id: record.soft_context(own) for id, (own, record) in records.items()}
-        return [found.get(id) for id in ids]
+        return [None if found is None else found.soft for found in self._find(ids, scope, texts)]
 
     def get_passages(
         self, ids: Sequence[str], scope: str | None = None, texts: Sequence[str] | None = None
     ) -> list[StoredPassage | None]:
         """Return text, metadata and sizes in the order of the ids, None if not stored. Arguments are those of `get`."""
-        ids = checked_passage_ids(ids)
-        records = self._records.find(ids, self._scope(scope), texts)
-        found = {id: record.passage(own, self.bundle.fingerprint) for id, (own, record) in records.items()}
-        return [found.get(id) for id in ids]
+        return [None if found is None else found.passage for found in self._find(ids, scope, texts)]
 
     def stored_ids(
         self, texts: Sequence[str], ids: Sequence[str] | None = None, scope: str | None = None
@@ -389,18 +383,15 @@ class SoftContextStore(ProcessBound):
                 self.warn_if_empty()
             raise
 
-    def read(self, markers: Sequence[Marker]) -> list[MarkedRecord | TransientPart]:
+    def read(self, markers: Sequence[Marker]) -> list[FoundRecord | TransientPart]:
         """Return what markers stand for, in order, read once: its text, and its slots at the marker's ratio.
 
         Raises MissingPassageError if a passage was deleted or its text changed after the marker was written, and
         PayloadError if a record was changed or signed with another key. Damaged slots or texts raise when asked for.
         """
         kept, rest = self._transient.split(markers)
-        found = self._records.by_marker(rest)
-        made = self.bundle.fingerprint
-        return [
-            kept[marker] if marker in kept else MarkedRecord(*found[marker], marker.factor, made) for marker in markers
-        ]
+        found: dict[Marker, FoundRecord | TransientPart] = {**kept, **self._records.by_marker(rest)}
+        return [found[marker] for marker in markers]
 
     # Inside
 
@@ -422,16 +413,15 @@ class SoftContextStore(ProcessBound):
                 self._records.write(batch, softs, scope)
                 bar.update(len(batch))
 
+    def _find(self, ids: Sequence[str], scope: str | None, texts: Sequence[str] | None) -> Sequence[FoundRecord | None]:
+        return self._records.find(checked_passage_ids(ids), self._scope(scope), texts)
+
     def _places(self, passages: Sequence[Passage], scope: str) -> list[str | None]:
-        held = self._records.has_passages(passages, scope)
-        hashed = [
-            Passage(each.text, passage_content_id(each.text))
-            for each, there in zip(passages, held, strict=True)
-            if not there
-        ]
-        beside = zip(hashed, self._records.has_passages(hashed, scope), strict=True)
-        others = iter([passage.id if there else None for passage, there in beside])
-        return [each.id if there else next(others) for each, there in zip(passages, held, strict=True)]
+        """Return the id under which each passage's text is stored, its own or the text's hash; None if neither is."""
+        beside = [Passage(each.text, passage_content_id(each.text)) for each in passages]
+        held = self._records.has_passages([*passages, *beside], scope)
+        ids = [each.id if there else None for each, there in zip([*passages, *beside], held, strict=True)]
+        return [own or other for own, other in zip(ids[: len(passages)], ids[len(passages) :], strict=True)]
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

@@ -6,12 +6,13 @@ inside each control token, and its parts are tokenized separately. Other texts a
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ctx_compress_rag.errors import ConfigError
 
+T = TypeVar("T")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _CHARACTERS_PER_TOKEN = 32  # no prompt has so many on average; English has four
 
@@ -25,10 +26,8 @@ class TextTokens:
 
 
 def control_token_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of control tokens: added tokens that are marked as special or neither words nor white space.
-
-    The mark alone is not enough, because `</s>` of Phi-3 and the roles of DeepSeek lack it.
-    """
+    """Return the ids of control tokens: added tokens that are marked as special or neither words nor white space."""
+    # The mark alone is not enough: `</s>` of Phi-3 and the roles of DeepSeek lack it.
     return {
         id
         for id, token in tokenizer.added_tokens_decoder.items()
@@ -48,16 +47,19 @@ def replace_surrogates(text: str) -> str:
 
 
 def length_batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield the indices of rows in batches of similar length, the shortest first; padded, none has over `most` tokens.
+    """Yield the indices of rows, shortest first, in batches of up to `most` tokens, padded; a longer row is alone."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return batched(order, lambda batch: len(batch) * lengths[batch[-1]] <= most)
 
-    A longer row is a batch of its own.
-    """
-    batch: list[int] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[i] > most:
+
+def batched(items: Iterable[T], fits: Callable[[list[T]], bool]) -> Iterator[list[T]]:
+    """Yield the items in order, in batches that are as long as they fit; an item that fits none has its own."""
+    batch: list[T] = []
+    for item in items:
+        if batch and not fits([*batch, item]):
             yield batch
             batch = []
-        batch.append(i)
+        batch.append(item)
     if batch:
         yield batch
 
