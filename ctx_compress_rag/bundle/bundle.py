@@ -30,7 +30,8 @@ from ctx_compress_rag.models.gguf import GgufDecoder, pin_gguf
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.models.int8 import weights_from_int8, weights_to_int8
 from ctx_compress_rag.models.loading import INT8_FILE, open_decoder, progress_line
-from ctx_compress_rag.models.state import own_buffers
+from ctx_compress_rag.models.state import load_own_tensors, own_buffers
+from ctx_compress_rag.models.transformers_internals import hub_commit
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window
 from ctx_compress_rag.strict import as_int
@@ -165,7 +166,7 @@ class Bundle(PlainDecoder):
                 f"{config.decoder_name or shipped} changed after bundle {str(folder)!r} was trained: restore its files"
             )
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
-        self._fingerprint = bundle_fingerprint(config, backbone.commit, decoder, stored)
+        self._fingerprint = bundle_fingerprint(config, hub_commit(backbone.config), decoder, stored)
         self.report = files.read_bundle_report(folder / files.REPORT_FILE)
 
     @classmethod
@@ -209,7 +210,7 @@ class Bundle(PlainDecoder):
             if self.config.decoder is None:
                 states[files.DECODER_FOLDER] = self.backbone.own_state()
             decoder = decoder_digest(self.config, self.backbone)
-            self._fingerprint = bundle_fingerprint(self.config, self.backbone.commit, decoder, states)
+            self._fingerprint = bundle_fingerprint(self.config, hub_commit(self.backbone.config), decoder, states)
         return self._fingerprint
 
     @property
@@ -407,7 +408,7 @@ def _save_decoder(bundle: Bundle, folder: Path, pack: _Pack, *, int8: bool) -> N
     packed = pack({name: value for name, value in state.items() if name not in exact}) | {
         name: state[name] for name in exact
     }
-    bundle.backbone.load_own_state(weights_from_int8(packed))
+    load_own_tensors(bundle.backbone.model, weights_from_int8(packed))
     save_file(packed, folder / (INT8_FILE if int8 else files.WEIGHTS_FILE), metadata={"format": "pt"})
     # An older file of the other kind could be read instead.
     (folder / (files.WEIGHTS_FILE if int8 else INT8_FILE)).unlink(missing_ok=True)

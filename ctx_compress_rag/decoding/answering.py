@@ -59,10 +59,7 @@ class GrowingAnswer:
         self._sent = 0
 
     def take(self, scores: Any, likeliest: int | None = None) -> Generation | None:
-        """Choose the next token by scores (vocabulary,); return the Generation if the token ends the answer, else None.
-
-        The scores are torch's or NumPy's. `likeliest` is their argmax, or None if the caller does not know it.
-        """
+        """Choose a token by scores (vocabulary,), perhaps of known argmax; return the Generation if that ends it."""
         token = likeliest
         if token is None or self._filters:
             changed = _array(scores)

@@ -22,10 +22,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's --max-lora-r
 
 
 def plain_reader(bundle: Bundle, engine: str) -> Reader:
-    """Return `bundle.reader`; raise ConfigError if it changes the decoder's layers, which `engine` cannot do.
-
-    Neither can it read slots with a decoder whose layers look up token ids.
-    """
+    """Return `bundle.reader`; raise ConfigError if it changes the decoder's layers, or if they look up token ids."""
     if reads_tables_by_layer(config := bundle.backbone.config.get_text_config()):
         raise ConfigError(
             f"bundle {bundle.config.name!r}: layers of its decoder ({config.model_type}) look up token ids, which "
@@ -40,10 +37,7 @@ def plain_reader(bundle: Bundle, engine: str) -> Reader:
 
 
 def vllm_models(bundle: Bundle) -> dict[Side, str]:
-    """Return, for each side, the model's name on a vLLM server; raise ConfigError if no server can run the bundle.
-
-    The bundle's own name stands for the decoder without adapters.
-    """
+    """Return each side's model on a vLLM server, the bundle's name if unadapted; ConfigError if none can run it."""
     reader, name = plain_reader(bundle, "a server"), bundle.config.name
     if reader.tune.mode == "full":
         raise ConfigError(

@@ -57,10 +57,7 @@ def _given(config: Any, neutral: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generation_filters(own: Mapping[str, Any], ends: Collection[int]) -> list[Filter]:
-    """Return the filters of a decoder's own settings (no stop strings), in the order and with the sums of transformers.
-
-    As in transformers, they see an answer without its prompt.
-    """
+    """Return the filters of a decoder's own settings in transformers' order; they see an answer without its prompt."""
     endings = sorted(ends)
     made: dict[str, Callable[[Any], Filter]] = {
         "sequence_bias": lambda biases: _biased(biases.items() if isinstance(biases, Mapping) else biases),

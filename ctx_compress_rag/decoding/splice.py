@@ -71,10 +71,7 @@ def open_decoder_model(bundle: PlainDecoder, side: Side, slot_mask: Tensor) -> A
 
 
 def answer_token_logits(model: Any, batch: SplicedPrompts, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """Return the logits (answer tokens, vocabulary) that predict the prompts' answers, and the tokens' ids, in order.
-
-    Logits are computed only at the positions that predict an answer token.
-    """
+    """Return the logits (answer tokens, vocabulary) at the places that predict answers, and the answers' token ids."""
     mask = batch.attention_mask.bool()
     mask[mask.clone()] = torch.from_numpy(np.concatenate([prompt.answers for prompt in prompts])).to(mask.device)
     predicting = F.pad(mask[:, 1:], (0, 1))  # the logits at a position predict the token after it

@@ -12,10 +12,7 @@ Plan = tuple[tuple[Tensor, Tensor, float], ...]
 
 
 class AdaptedLinear(Linear):
-    """A linear layer beside which each active adapter costs two small products and a sum.
-
-    In peft's forward pass, checks, casts and scaling take a fifth of the time of a token of a small decoder.
-    """
+    """Linear layer with LoRA, without peft's checks, casts, scaling: a fifth of a token's time in a small decoder."""
 
     plan: Plan = ()  # A, B and scale of each active adapter
 

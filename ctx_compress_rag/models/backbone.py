@@ -14,7 +14,6 @@ from ctx_compress_rag.models.inputs import DecoderInputs
 from ctx_compress_rag.models.layers import PEFT_PREFIX, fused_experts, is_wanted, lora_places, tuner_layers
 from ctx_compress_rag.models.loading import UnloadedModel, convert_weights
 from ctx_compress_rag.models.state import load_own_tensors, own_tensors
-from ctx_compress_rag.models.transformers_internals import hub_commit
 
 
 class Backbone:
@@ -45,10 +44,7 @@ class Backbone:
 
     @property
     def base(self) -> Any:
-        """Return the causal LM, loaded at first use, its own weights frozen, with the adapters that are made so far.
-
-        Raises BundleError if loading fails.
-        """
+        """Return the frozen causal LM, with the adapters made so far, loaded at first use; BundleError if it fails."""
         if not self.loaded:
             with self.lock, torch.inference_mode(False):  # the caller's mode must not make its weights untrainable
                 unloaded = self._model
@@ -117,11 +113,6 @@ class Backbone:
     @property
     def dtype(self) -> torch.dtype:
         return self._model.dtype if not self.loaded else self.embeddings.weight.dtype
-
-    @property
-    def commit(self) -> str:
-        """Return the commit on the hub that the model was loaded from, or "" if it is not from the hub."""
-        return hub_commit(self.config)
 
     @property
     def dim(self) -> int:
@@ -202,10 +193,7 @@ class Backbone:
 
     @contextmanager
     def use(self, adapters: str | Mapping[str, float] | None) -> Iterator[Any]:
-        """Yield the model, locked for this thread within the context, with one adapter, several, or none (None) active.
-
-        A mapping gives the share (1: all) of each one's change to apply. Raises ConfigError for an unknown adapter.
-        """
+        """Yield the model, locked for this thread, with shares (1: all) of adapters active; ConfigError if unknown."""
         shares = {adapters: 1.0} if isinstance(adapters, str) else adapters or {}
         for adapter in shares.keys() - self.adapters:
             raise ConfigError(f"no adapter {adapter!r}: there are {sorted(self.adapters)}")
@@ -247,10 +235,7 @@ class Backbone:
             parameter.requires_grad_("lora_" in name and any(f".{trained}." in name for trained in self._trained))
 
     def embedding_rms(self) -> float:
-        """Return the root mean square of the decoder's input embeddings, as its embedding layer returns them.
-
-        The layer's output is measured and not its weight, because Gemma's embedding layers scale their output.
-        """
+        """Return the root mean square of the input embeddings as their layer returns them: Gemma's scales them."""
         ids = torch.arange(min(self.embeddings.num_embeddings, 4096), device=self.device)
         with torch.no_grad():
             return float(self.inputs.embed(ids).float().pow(2).mean().sqrt())
@@ -264,9 +249,6 @@ class Backbone:
         if self.quantized:
             raise ConfigError("the decoder's weights are quantized: load the bundle without quantization_config")
         return {name: value.cpu().contiguous() for name, value in own_tensors(self.model).items()}
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        load_own_tensors(self.model, state)
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         """Return the weights of the existing adapter `name`, on the CPU, by the names that peft's files use."""

@@ -56,6 +56,7 @@ _EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_LOGITS = {"logit_scale": "logits_scaling"}
 _CAPPED = {"final_logit_softcapping": "final_logit_softcapping"}
 _SCALED = {
     "attention.scale": "attention_multiplier",
@@ -69,6 +70,15 @@ _DELTA = {  # Qwen's layers of linear attention
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+_CONV = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
+_MAMBA = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "state_size",
+}
+_MAMBA_BIASES = {"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"}
 _MROPE = {"rope.dimension_sections": None}  # for text, all sections are at the same place
 _MAMBA_2 = {
     "ssm.conv_kernel": "mamba_d_conv",
@@ -77,20 +87,22 @@ _MAMBA_2 = {
     "ssm.time_step_rank": "mamba_n_heads",
 }
 
+
+def _normed(epsilon: str) -> dict[str, str]:
+    """Return the settings of an architecture whose norms have means, by transformers' name of their epsilon."""
+    return _SIZES | _MLP | {"attention.layer_norm_epsilon": epsilon}
+
+
 ARCHITECTURES = {
     "llama": Architecture("llama", _PLAIN, _LOCAL, biases=_BIASES, windowed="mistral", paired=True),
     "mistral3": Architecture("ministral3", _PLAIN, fixed={"sliding_window": None}, paired=True),
     "smollm3": Architecture("smollm3", _PLAIN, fixed={"no_rope_layer_interval": 4}, biases=_BIASES, paired=True),
     "arcee": Architecture("arcee", _PLAIN, biases=_BIASES, paired=True),
-    "granite": Architecture(
-        "granite", _PLAIN | {"logit_scale": "logits_scaling"}, _SCALED, biases=_BIASES, paired=True
-    ),
-    "granitemoe": Architecture(
-        "granitemoe", _PLAIN | _LOCAL | {"logit_scale": "logits_scaling"}, _SCALED, biases=_BIAS, paired=True
-    ),
+    "granite": Architecture("granite", _PLAIN | _LOGITS, _SCALED, biases=_BIASES, paired=True),
+    "granitemoe": Architecture("granitemoe", _PLAIN | _LOCAL | _LOGITS, _SCALED, biases=_BIAS, paired=True),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        _PLAIN | _MAMBA_2 | {"logit_scale": "logits_scaling"},
+        _PLAIN | _MAMBA_2 | _LOGITS,
         _SCALED | _LOCAL | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
         fixed={"num_local_experts": 0, "num_experts_per_tok": 0},
         biases={"mamba_conv_bias": "ssm_conv1d.bias"},
@@ -106,10 +118,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", _PLAIN),
     "qwen3": Architecture("qwen3", _PLAIN, biases=_BIAS),
     "qwen2moe": Architecture(
-        "qwen2_moe",
-        _PLAIN | _EXPERTS | _SHARED,
-        fixed={"norm_topk_prob": False},
-        biases={"qkv_bias": "attn_q.bias"},
+        "qwen2_moe", _PLAIN | _EXPERTS | _SHARED, fixed={"norm_topk_prob": False}, biases={"qkv_bias": "attn_q.bias"}
     ),
     "qwen3moe": Architecture("qwen3_moe", _PLAIN | _EXPERTS, fixed={"norm_topk_prob": True}, biases=_BIAS),
     "qwen35": Architecture("qwen3_5_text", _PLAIN | _DELTA, meant=_MROPE, raised=True),
@@ -128,39 +137,34 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", _PLAIN, _CAPPED, biases=_BIAS, full_every=6, raised=True),
     "olmo2": Architecture("olmo2", _PLAIN, biases=_BIAS, full_every=4),
     "olmoe": Architecture("olmoe", _PLAIN | {key: _EXPERTS[key] for key in _LOCAL}, fixed={"norm_topk_prob": False}),
-    "phi2": Architecture("phi", _SIZES | _MLP | {"attention.layer_norm_epsilon": "layer_norm_eps"}),
+    "phi2": Architecture("phi", _normed("layer_norm_eps")),
     "phi3": Architecture("phi3", _PLAIN, fixed={"sliding_window": None}, windowed="phi3"),
     "stablelm": Architecture(
         "stablelm",
-        _SIZES
-        | _MLP
-        | {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
+        _normed("layer_norm_eps") | {"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
     ),
     "starcoder2": Architecture(
         "starcoder2",
-        _SIZES | _MLP | {"attention.layer_norm_epsilon": "norm_epsilon"},
+        _normed("norm_epsilon"),
         fixed={"sliding_window": None},
         biases={"use_bias": "attn_q.bias"},
         windowed="starcoder2",
     ),
     "nemotron": Architecture(
         "nemotron",
-        _SIZES | _MLP | {"attention.layer_norm_epsilon": "norm_eps"},
+        _normed("norm_eps"),
         meant={"attention.layer_norm_rms_epsilon": None},  # written, but never read
         biases=_BIASES,
         raised=True,
     ),
     "command-r": Architecture(
         "cohere",
-        _SIZES | _MLP | {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        _normed("layer_norm_eps") | {"logit_scale": "logit_scale"},
         biases=_BIAS | {"use_qk_norm": "attn_q_norm.weight"},
     ),
     "cohere2": Architecture(
-        "cohere2",
-        _SIZES | _MLP | {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
-        biases=_BIAS,
-        full_every=4,
+        "cohere2", _normed("layer_norm_eps") | {"logit_scale": "logit_scale"}, biases=_BIAS, full_every=4
     ),
     "exaone4": Architecture("exaone4", _PLAIN, full_every=4),
     "seed_oss": Architecture("seed_oss", _PLAIN, biases=_BIASES | {"attention_out_bias": "attn_output.bias"}),
@@ -170,10 +174,9 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         "glm4_moe",
         _PLAIN
+        | _EXPERTS
         | {
             "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
             "expert_shared_count": "n_shared_experts",
             "leading_dense_block_count": "first_k_dense_replace",
             "expert_weights_scale": "routed_scaling_factor",
@@ -192,51 +195,26 @@ ARCHITECTURES = {
     ),
     "lfm2": Architecture(
         "lfm2",
-        _SIZES | _MLP | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        _SIZES | _MLP | _CONV,
         fixed={"block_auto_adjust_ff_dim": False},
         biases={"conv_bias": "shortconv.in_proj.bias"},
         recurrent="conv",
     ),
     "lfm2moe": Architecture(
         "lfm2_moe",
-        _SIZES
-        | _MLP
-        | _EXPERTS
-        | {
-            "attention.layer_norm_rms_epsilon": "norm_eps",
-            "shortconv.l_cache": "conv_L_cache",
-            "leading_dense_block_count": "num_dense_layers",
-        },
+        _SIZES | _MLP | _EXPERTS | _CONV | {"leading_dense_block_count": "num_dense_layers"},
         meant=_SIGMOID,
         biases={"conv_bias": "shortconv.in_proj.bias"},
         recurrent="conv",
     ),
     "mamba": Architecture(
         "mamba",
-        {
-            "embedding_length": "hidden_size",
-            "block_count": "num_hidden_layers",
-            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.inner_size": "intermediate_size",
-            "ssm.state_size": "state_size",
-            "ssm.time_step_rank": "time_step_rank",
-        },
+        _MAMBA | {"ssm.inner_size": "intermediate_size", "ssm.time_step_rank": "time_step_rank"},
         meant={"ssm.dt_b_c_rms": False},
-        biases={"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"},
+        biases=_MAMBA_BIASES,
     ),
     "mamba2": Architecture(
-        "mamba2",
-        {
-            "embedding_length": "hidden_size",
-            "block_count": "num_hidden_layers",
-            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.state_size": "state_size",
-            "ssm.time_step_rank": "num_heads",
-            "ssm.group_count": "n_groups",
-        },
-        biases={"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"},
+        "mamba2", _MAMBA | {"ssm.time_step_rank": "num_heads", "ssm.group_count": "n_groups"}, biases=_MAMBA_BIASES
     ),
 }
 

@@ -12,15 +12,9 @@ FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 
 def gguf_config(metadata: Mapping[str, Any], names: Mapping[str, tuple[int, ...]], factors: Values) -> Any:
-    """Return the config of the model that a GGUF file holds.
+    """Return the config of the model in a GGUF file with these keys, shapes of tensors by name, and `FACTORS`.
 
-    Args:
-        metadata: all of the file's keys.
-        names: the file's tensors, and their shapes as PyTorch has them.
-        factors: the tensors that are named in `FACTORS`, if the file has them.
-
-    Raises:
-        ValueError: the file says something that transformers cannot compute, or that is unknown here.
+    Raises ValueError for what transformers cannot compute, or what is unknown here.
     """
     from transformers import AutoConfig
 

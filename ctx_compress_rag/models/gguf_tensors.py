@@ -35,8 +35,7 @@ _VOCABULARY = (".tokens", ".merges", ".scores", ".token_type")  # long lists, wh
 def read_gguf(file: Path) -> tuple[dict[str, Any], Callable[[], Any]]:
     """Return a file's settings, without its vocabulary, and a function that loads its causal LM in float32.
 
-    Raises:
-        ValueError: the file says, has or misses something that transformers' model would not have.
+    Raises ValueError if the file says, has or misses something that transformers' model would not have.
     """
     import gguf
 
@@ -59,7 +58,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     with torch.device("meta"):
         blank: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted = own_tensors(blank)
-    sources = dict(_sources(wanted, tensors, architecture, config.num_hidden_layers))
+    sources = dict(tensor_sources(wanted, tensors, architecture, config.num_hidden_layers))
     used = {source for each in sources.values() for source in each}
     if odd := used.symmetric_difference(tensors.keys() - set(FACTORS)):
         said = "misses" if min(odd) in used else "has"
@@ -80,7 +79,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     return type(blank).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
 
 
-def _sources(
+def tensor_sources(
     wanted: Mapping[str, Tensor], tensors: Mapping[str, Any], architecture: str, layers: int
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield transformers' names and those of the file's tensors."""
@@ -120,16 +119,28 @@ def _unpacked(tensor: Any, name: str, known: Architecture, config: Any) -> Tenso
             f"the tensor {name!r} is of type {tensor.tensor_type.name}, which cannot be unpacked"
         ) from None
     values = np.array(packed, dtype=np.float32).reshape(tensor.shape[::-1])
-    if known.paired and name.split(".")[-2] in ("attn_q", "attn_k"):
-        heads = config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
-        values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if known.raised and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
         values -= 1
     if name.endswith(".ssm_a"):
         values = np.log(-values)
+    return torch.from_numpy(np.ascontiguousarray(_ordered(values, name, known, config)))
+
+
+def in_file_order(values: Any, name: str, known: Architecture, config: Any) -> Any:
+    """Return the values of transformers' tensor in the order that they have in the file's tensor `name`."""
+    made, places = np.empty_like(values), np.arange(values.size).reshape(values.shape)
+    made.flat[_ordered(places, name, known, config)] = values
+    return made
+
+
+def _ordered(values: Any, name: str, known: Architecture, config: Any) -> Any:
+    """Return the values of a file's tensor in the order that they have in transformers' tensor."""
+    if known.paired and name.split(".")[-2] in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
+        return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if known.model_type.startswith("qwen3_5") and (".ssm_" in name or name.endswith(_LINEAR)):
-        values = _grouped(values, name, config)
-    return torch.from_numpy(np.ascontiguousarray(values))
+        return _grouped(values, name, config)
+    return values
 
 
 def _grouped(values: Any, name: str, config: Any) -> Any:

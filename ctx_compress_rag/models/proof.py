@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +25,12 @@ _ROUNDINGS = 4
 
 
 def prove_once(model: Any) -> None:
-    """Call `prove_decoder`, unless it has passed before for such a config, class, dtype, kind of device and version.
-
-    What has passed is kept in the hub's cache of assets.
-    """
+    """Call `prove_decoder`, unless a decoder of such a config, class, dtype, kind of device and version has passed."""
     import transformers
 
     kind = [type(model).__qualname__, model.config.to_json_string(use_diff=False), str(model.dtype), model.device.type]
     key = hashlib.sha256(json.dumps([*kind, transformers.__version__, torch.__version__, __version__]).encode())
-
-    def prove() -> bool:
-        prove_decoder(model)
-        return True
-
-    unless_passed("proved", key.hexdigest(), prove)
+    unless_passed("proved", key.hexdigest(), partial(prove_decoder, model))
 
 
 @torch.no_grad()

@@ -24,15 +24,14 @@ class QuestionMiniLm:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(_MOST)
-        self._file = folder / "model.safetensors"
+        self.folder, self.tokenizer = folder, Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(_MOST)
 
     def encode(self, texts: Sequence[str], **unused: object) -> Floats:
         """Return unit vectors of texts, (texts, 384)."""
-        encoded, bert = self._tokenizer.encode_batch(list(texts)), _Bert(mapped_weights(self._file))
-        return np.array([bert.vector(each.ids) for each in encoded], np.float32)
+        bert = _Bert(mapped_weights(self.folder / "model.safetensors"))
+        return np.array([bert.vector(each.ids) for each in self.tokenizer.encode_batch(list(texts))], np.float32)
 
 
 class _Bert:

@@ -13,10 +13,7 @@ def name_without_peft(name: str) -> str:
 
 
 def own_tensors(model: Any) -> dict[str, Tensor]:
-    """Return what a causal LM's files hold, by transformers' names, each tied tensor once; no memory is copied.
-
-    Some decoders keep trained values in buffers, such as the correction bias of DeepSeek V3's experts.
-    """
+    """Return what a causal LM's files hold, weights and buffers, each tied tensor once; no memory is copied."""
     once = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     state = model.state_dict().items()
     return {name_without_peft(name): value for name, value in state if name in once and "lora_" not in name}

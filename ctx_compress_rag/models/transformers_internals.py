@@ -10,10 +10,7 @@ _KEPT_BY_POSITION = {"full_attention", "sliding_attention"}
 
 
 def hub_commit(config: Any) -> str:
-    """Return the commit on the hub that a model's config was loaded from, or "" if there is none.
-
-    transformers records it nowhere else, and `revision` may be a branch, which moves.
-    """
+    """Return the commit on the hub that a config was loaded from, or ""; `revision` may be a branch, which moves."""
     return str(getattr(config, "_commit_hash", None) or "")
 
 
@@ -23,13 +20,11 @@ def set_hub_commit(config: Any, commit: str | None) -> None:
 
 
 def can_share_cache(model: Any) -> bool:
-    """Whether a model's cache holds keys and values by position, so that prompts can join and leave a running batch.
-
-    `_is_stateful` is the only sign of a cache that is a state of the whole text, such as Mamba's.
-    """
+    """Whether a cache holds keys and values by position, so that prompts can join and leave a running batch."""
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or ())
     shared = getattr(config, "num_kv_shared_layers", None)
+    # `_is_stateful` is the only sign of a cache that is a state of the whole text, such as Mamba's.
     return types <= _KEPT_BY_POSITION and not shared and not getattr(model, "_is_stateful", False)
 
 

@@ -376,7 +376,7 @@ def test_what_needs_no_weights_loads_none(folder: Path, tmp_path: Path) -> None:
         [soft] = store.get(["bees"])
         assert store.marker("bees", 8) and opened.can_read(16) and opened.positions(3) == 3
     assert soft is not None and torch.equal(opened.embed(soft), whole.embed(soft))
-    for name in ("dim", "window", "device", "dtype", "commit", "adapters"):
+    for name in ("dim", "window", "device", "dtype", "adapters"):
         assert getattr(opened.backbone, name) == getattr(whole.backbone, name)
     assert opened.backbone.generation_config.eos_token_id == whole.backbone.model.generation_config.eos_token_id
     assert opened.fingerprint == whole.fingerprint and not opened.backbone.loaded

@@ -18,10 +18,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 
 
 def convert_checkpoint(converter: Path, folder: Path, file: Path) -> None:
-    """Write a checkpoint's model, in float32, to a GGUF file; raise ConfigError if llama.cpp's converter cannot.
-
-    `converter` is llama.cpp's script, or a folder that has it, such as the source of the package llama-cpp-python.
-    """
+    """Write a checkpoint to a float32 GGUF file by llama.cpp's script, or one in a folder; or raise ConfigError."""
     places = [converter, *(converter / under / CONVERTER for under in ("", "vendor/llama.cpp"))]
     found = next((place for place in places if place.is_file()), None)
     if found is None:

@@ -3,8 +3,7 @@
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
@@ -25,20 +24,20 @@ from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
+from ctx_compress_rag.models.gguf_architectures import ARCHITECTURES
+from ctx_compress_rag.models.gguf_tensors import in_file_order, tensor_sources
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.models.layers import added_to_weights, merged_copy
 from ctx_compress_rag.prompt import Side
 
 logger = logging.getLogger(__name__)
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
 GgufWeights = Literal["F32", "BF16", "Q8_0", "Q4_0"]
 
 _FTYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # llama.cpp's numbers
 _DIGEST = "general.description"  # a field that llama.cpp's own converter can write, too
 _NO_WINDOW = ("mistral", "phi3", "qwen2", "starcoder2")  # all of their layers attend to everything in llama.cpp
 UNLIKE = 0.05  # of the largest score: rounding of memory to half precision, of weights to bfloat16
-_ROUNDING = 0.01  # a bfloat16 decoder's weights, compared with its file's
 
 
 def gguf_weights_digest(bundle: Bundle, side: Side) -> str:
@@ -86,11 +85,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
 
 
 def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16", converter: Path | None = None) -> None:
-    """Write GGUF files; if the decoder is none, with `converter`, the place of llama.cpp's own.
-
-    Raises:
-        ConfigError: the decoder cannot be converted, or llama.cpp has other scores than transformers.
-    """
+    """Write GGUF files, by llama.cpp's `converter` if the decoder is none; raise ConfigError if scores change."""
     _check_convertible(bundle, converter)
     folder.mkdir(parents=True, exist_ok=True)
     decoder, digests = bundle.config.decoder, weights_digests(bundle)
@@ -191,15 +186,12 @@ def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side
 
     reader = gguf.GGUFReader(source)
     arch = reader.fields["general.architecture"].contents()
-    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    text_config = bundle.backbone.config.get_text_config()
-    names = gguf.get_tensor_name_map(numbers[arch], text_config.num_hidden_layers)
+    config, tensors = bundle.backbone.config.get_text_config(), {tensor.name: tensor for tensor in reader.tensors}
     changes = {}
-    for name, delta in added.items():
-        base, _, suffix = name.rpartition(".")
-        changes[f"{names.get_name(base) or base}.{suffix}"] = name, delta
-    if unknown := changes.keys() - {tensor.name for tensor in reader.tensors}:
-        raise ConfigError(f"{source} has no tensor {min(unknown)!r}, which the bundle's adapters change")
+    for name, (own, *others) in tensor_sources(added, tensors, arch, config.num_hidden_layers):
+        if others or own not in tensors or tensors[own].shape[::-1].tolist() != [*added[name].shape]:
+            raise ConfigError(f"{source} has no tensor {own!r} like {name}, which the bundle's adapters change")
+        changes[own] = in_file_order(added[name].cpu().numpy(), own, ARCHITECTURES[arch], config)
     writer = gguf.GGUFWriter(plain, arch)
     _copy_fields(reader, writer, bundle.backbone.embeddings.num_embeddings)
     writer.add_description(gguf_weights_digest(bundle, side))
@@ -209,13 +201,9 @@ def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    state = bundle.backbone.own_state()
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if tensor.name in changes:
-            name, delta = changes[tensor.name]
-            values = values + _in_file_order(delta.cpu().numpy(), state[name].float().numpy(), values, text_config)
-        writer.write_tensor_data(values)
+        writer.write_tensor_data(values + changes.get(tensor.name, np.float32(0)))
     writer.close()
 
 
@@ -231,26 +219,6 @@ def _copy_fields(reader: Any, writer: Any, vocabulary: int) -> None:
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("none")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-
-
-def _in_file_order(delta: Array, base: Array, stored: Array, config: Any) -> Array:
-    """Return the rows of `delta` in the order in which the file has the rows of `base`."""
-    if delta.ndim == 1:
-        return delta
-    # For rotary positions, llama.cpp pairs neighboring rows of queries and keys in some architectures, transformers the
-    # two halves of a head.
-    orders: list[Callable[[Array], Array]] = [lambda rows: rows]
-    for heads in {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1}:
-        if len(base) % (2 * heads) == 0:
-            orders.append(partial(_pairs, heads=heads))
-    for order in orders:
-        if base.shape == stored.shape and np.abs(order(base) - stored).max() <= _ROUNDING * np.abs(stored).max():
-            return order(delta)
-    raise ConfigError("the decoder's GGUF file orders its weights in a way that is unknown here: use transformers")
-
-
-def _pairs(rows: Array, heads: int) -> Array:
-    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _quantize(plain: Path, file: Path, weights: str) -> None:

@@ -138,10 +138,7 @@ class LlamaCppContext:
                 raise ConfigError(f"a token is not one of the decoder's {self._vocabulary}")
 
     def read(self, prompts: Sequence[tuple[int, Prompt]]) -> Scores:
-        """Read each prompt, which `check` has admitted, into the empty sequence of the number beside the prompt.
-
-        Shape: -> (prompts, vocabulary), the scores of the token after each prompt
-        """
+        """Read prompts that `check` admitted into their numbers' sequences; return scores (prompts, vocabulary)."""
         runs, positions, numbers, last = [], [], [], []
         for number, prompt in prompts:
             start = self._reuse(number, prompt)
@@ -161,18 +158,12 @@ class LlamaCppContext:
         return np.concatenate(scores)
 
     def step(self, tokens: Sequence[tuple[int, int, int]]) -> Scores:
-        """Read tokens, each given as the number of its sequence, its place in that sequence, and its id.
-
-        Shape: -> (tokens, vocabulary), the scores of the token after each
-        """
+        """Read tokens (sequence's number, place in it, id); return scores (tokens, vocabulary) of the next ones."""
         number, place, ids = (np.asarray(each) for each in zip(*tokens, strict=True))
         return self._decode(ids, place, number, np.ones(len(ids), dtype=bool))
 
     def score(self, ids: Any, vectors: bool) -> Any:
-        """Read tokens, given as ids or as their vectors, into an empty memory, which is emptied again.
-
-        Shape: ids (tokens,) -> (tokens, vocabulary), the scores of the token after each
-        """
+        """Read ids (tokens,) or their vectors into an empty memory, left empty; return scores (tokens, vocabulary)."""
         self.make_room(len(ids))
         inputs, scores = self._rows(ids) if vectors else ids, []
         for at in range(0, len(ids), _BATCH):

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,19 +27,13 @@ Array = np.ndarray[Any, Any]
 
 
 def prove(file: Path, digest: str, dim: int, vocabulary: int, size: int) -> None:
-    """Raise ConfigError if llama.cpp reads vectors otherwise than tokens, or dies of them.
-
-    The arguments are those of `LlamaCppContext`. It runs once for a file and version of llama.cpp.
-    """
+    """Raise ConfigError if llama.cpp reads vectors otherwise than tokens, or dies; `LlamaCppContext` has arguments."""
     if not file.is_file():
         return  # opening it says so
     status = file.stat()
     said = f"{digest} {status.st_size} {status.st_mtime_ns} {size} {version('llama-cpp-python')}"
-
-    def proved() -> bool:
-        return bool(scores_of(file, digest, dim, vocabulary, size))
-
-    unless_passed("llama.cpp-proved", hashlib.sha256(said.encode()).hexdigest(), proved)
+    proof = partial(scores_of, file, digest, dim, vocabulary, size)
+    unless_passed("llama.cpp-proved", hashlib.sha256(said.encode()).hexdigest(), proof)
 
 
 def spread(vocabulary: int, count: int = TOKENS) -> list[int]:
@@ -49,13 +44,9 @@ def spread(vocabulary: int, count: int = TOKENS) -> list[int]:
 def scores_of(
     file: Path, digest: str, dim: int, vocabulary: int, size: int, lengths: Sequence[int] = (TOKENS,)
 ) -> list[Array]:
-    """Return llama.cpp's scores of each text of `spread`, after its last tokens.
+    """Return llama.cpp's scores (12, vocabulary) after the last tokens of each text of `spread`.
 
-    Shape: -> each (12, vocabulary)
-
-    Raises:
-        BundleError: the file cannot be opened.
-        ConfigError: given as tokens, they have other scores, or the process ended.
+    Raises BundleError for a file that cannot be opened, ConfigError if vectors have other scores than their tokens.
     """
     with TemporaryDirectory() as folder:
         out = Path(folder, "scores.npz")

@@ -4,11 +4,13 @@ This module can go once the continuous batching of transformers takes a prompt a
 logits processors and a seed for each prompt, can cancel a prompt, and runs on a CPU with adapters.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,14 +18,26 @@ from transformers import DynamicCache
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.engines.merging import merged_model
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest
 from ctx_compress_rag.decoding.splice import open_decoder_model, splice_prompts
 from ctx_compress_rag.errors import DecoderMemoryError
+from ctx_compress_rag.models.layers import merged_copy
 from ctx_compress_rag.models.transformers_internals import cache_argument, cut_kv_cache, join_kv_caches, pad_left
 from ctx_compress_rag.prompt import Prompt, Side
+from ctx_compress_rag.text.tokenizing import batched
 
 _PADDING = 1.5  # a batch's positions, padding included, are at most this many times its prompts' own
+_MERGED: WeakKeyDictionary[PlainDecoder, dict[Side, Any]] = WeakKeyDictionary()
+_MERGING = threading.Lock()
+
+
+def merged_model(bundle: Bundle, side: Side = "reader") -> Any:
+    """Return a bundle's model with the LoRA of one side merged, made by the first call; no adapter may be active."""
+    with _MERGING:
+        made = _MERGED.setdefault(bundle, {})
+        if side not in made:
+            made[side] = merged_copy(bundle.backbone.model, bundle.adapter_shares(side))
+        return made[side]
 
 
 @dataclass(frozen=True)
@@ -146,16 +160,11 @@ class DecodingBatch(DecodingGroup):
 
 
 def _alike(rows: Sequence[DecodingRequest]) -> Iterator[list[DecodingRequest]]:
-    batch: list[DecodingRequest] = []
-    for row in sorted(rows, key=lambda row: row.prompt.length):
-        length = row.prompt.length
-        own = sum(each.prompt.length for each in batch) + length
-        if batch and length * (len(batch) + 1) > _PADDING * own:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+    def fits(batch: Sequence[DecodingRequest]) -> bool:
+        own = sum(row.prompt.length for row in batch)
+        return len(batch) * batch[-1].prompt.length <= _PADDING * own
+
+    return batched(sorted(rows, key=lambda row: row.prompt.length), fits)
 
 
 def decoder_memory_error(error: BaseException, prompts: Sequence[Prompt]) -> BaseException:
