@@ -1,7 +1,5 @@
 """The bundle, which training makes and everything else loads."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -9,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save_file
@@ -92,7 +90,7 @@ class Bundle(PlainDecoder):
         dtype: str | torch.dtype | None = None,
         device_map: str | Mapping[str, Any] | None = None,
         quantization_config: Any = None,
-    ) -> Bundle:
+    ) -> Self:
         """Load a bundle from a folder, by a shipped name (`smollm2-135m`), or from the hub.
 
         The decoder's weights are loaded at their first use (compressing, answering with transformers, training).
@@ -170,7 +168,7 @@ class Bundle(PlainDecoder):
         self.report = files.read_bundle_report(folder / files.REPORT_FILE)
 
     @classmethod
-    def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Bundle:
+    def build(cls, config: BundleConfig, backbone: Backbone, teacher: Path | None = None) -> Self:
         """Make an untrained bundle for `backbone`, from which training starts.
 
         `teacher` is the folder of a peft adapter that makes the decoder the full-text teacher; None if the decoder

@@ -1,8 +1,6 @@
 """The settings of a bundle. Errors name unknown keys and impossible values."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -94,7 +92,7 @@ class BundleConfig(Strict):
         return None if self.decoder is None else str(self.decoder)
 
     @model_validator(mode="after")
-    def _ratios_fit(self) -> BundleConfig:
+    def _ratios_fit(self) -> Self:
         self.method.check_ratios(self.base_ratio, self.ratios)
         if self.window % self.base_ratio:
             raise ValueError(f"window {self.window} is not a multiple of base_ratio {self.base_ratio}")

@@ -1,7 +1,5 @@
 """A bundle that only answers, in files that need neither torch nor transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -119,7 +117,7 @@ class ExportedBundle(ProcessBound):
         return np.concatenate([each for run in runs for each in (weights["before"], run, weights["after"])])
 
 
-def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, str], window: int | None) -> None:
+def write_exported_bundle(bundle: "Bundle", folder: Path, digests: Mapping[Side, str], window: int | None) -> None:
     """Write the files of an ExportedBundle beside the GGUF files, whose digests, by side, are given."""
     reader = bundle.reader
     parts = [part for part in (reader.projection, reader.wrap) if part is not None]

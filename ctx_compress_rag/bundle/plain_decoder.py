@@ -1,7 +1,5 @@
 """A decoder without compressor and reader, which reads only text."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ class PlainDecoder(ProcessBound):
     @classmethod
     def load(
         cls, decoder: str | Path | GgufDecoder, revision: str | None = None, device: str | torch.device | None = None
-    ) -> PlainDecoder:
+    ) -> "PlainDecoder":
         """Load a decoder without a bundle, from a folder, the hub or a GGUF file. Raise errors as `load_decoder`."""
         return PlainDecoder(Backbone(*load_decoder(decoder, revision, device)), str(decoder))
 

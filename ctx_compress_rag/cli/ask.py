@@ -1,7 +1,5 @@
 """The command `ctx-compress ask`, which answers questions from an index."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import indent
@@ -88,7 +86,7 @@ def _asked() -> Iterator[str]:
         raise ConfigError("the input holds no question: give one as the argument, or one a line")
 
 
-def _print(pieces: Iterator[str | Generation], sources: Sequence[Mapping[str, Any]], extractive: bool) -> None:
+def _print(pieces: Iterator["str | Generation"], sources: Sequence[Mapping[str, Any]], extractive: bool) -> None:
     begun = False
     for piece in pieces:
         if isinstance(piece, str):

@@ -1,7 +1,5 @@
 """Turn prompts with markers into the token ids and slots that a decoder reads, whatever engine runs it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Measure how closely answers from less context agree with answers from full text, without known answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Keep a log of answers on disk, from which an interrupted evaluation resumes, and which people can read."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Answer questions from contexts that are shortened in different ways (systems); soft contexts go through a store."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,7 +121,7 @@ def system_ratio_keys(systems: Sequence[str], ratios: Sequence[int]) -> list[Key
 
 def evaluation_stores(
     bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int], **asking: Unpack[EvaluationOptions]
-) -> Iterator[tuple[list[int], EvaluationPrompts]]:
+) -> Iterator[tuple[list[int], "EvaluationPrompts"]]:
     """Yield groups of ratios, each with a maker of prompts from a temporary store that is closed before the next."""
     # One store serves all ratios that can be made of what it holds; otherwise each ratio needs its own.
     shared = all(map(bundle.can_read, ratios))

@@ -4,8 +4,6 @@ A baseline keeps one text per passage, in order (empty if nothing of a passage i
 from the full passages. The budget is the most tokens of all passages together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Score a bundle and its baselines on the same questions with the same decoder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

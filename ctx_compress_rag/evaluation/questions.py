@@ -1,7 +1,5 @@
 """Define the questions that a bundle is scored on, and find passages to put beside their own (distractors)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

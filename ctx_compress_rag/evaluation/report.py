@@ -1,7 +1,5 @@
 """Format results as Markdown tables and scores with their errors, and write the files of a report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

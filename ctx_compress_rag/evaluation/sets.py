@@ -1,7 +1,5 @@
 """Score a bundle on one or more sets of questions, each separately, for `ctx-compress eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The bootstrap draws questions and keeps all scores of a question together, so qu
 do not widen an interval. The draws are the same at every call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Warn of passages that a bundle reads badly: long ones, and those in languages that its tokenizer hardly knows."""
 
-from __future__ import annotations
-
 import logging
 
 import regex

@@ -4,8 +4,6 @@ The collection `passages` holds texts, metadata and a sentence encoder's vectors
 langchain-chroma and LlamaIndex can open it. The soft contexts are beside it (`SoftContextStore`), under the same ids.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Turn retrieved texts into the markers that stand for them in a prompt, and markers back into texts."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

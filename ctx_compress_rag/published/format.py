@@ -1,7 +1,5 @@
 """The base class of published formats, and the tools with which they convert checkpoints."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -62,7 +60,7 @@ class PublishedFormat(ABC):
         return None
 
     @abstractmethod
-    def convert(self, checkpoint: PublishedCheckpoint, decoder: PublishedDecoder) -> ConvertedCheckpoint:
+    def convert(self, checkpoint: PublishedCheckpoint, decoder: "PublishedDecoder") -> ConvertedCheckpoint:
         """Convert a checkpoint. Raise BundleError if a part is missing, or the checkpoint does not fit the decoder."""
 
 

@@ -1,7 +1,5 @@
 """The files of a published checkpoint, in a folder or in a repository on the hub at one commit."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -35,7 +33,7 @@ class PublishedCheckpoint:
     license: str  # as the checkpoint's model card says, or "none given"
 
     @classmethod
-    def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> PublishedCheckpoint:
+    def open(cls, name: str, revision: str | None = None, subfolder: str | None = None) -> "PublishedCheckpoint":
         """List a folder's or (online) repository's files; raise ConfigError for a folder's revision or no subfolder."""
         root = Path(name)
         if not root.is_dir():
@@ -48,7 +46,7 @@ class PublishedCheckpoint:
             whole = cls(str(root.resolve()), None, "", sizes, _license(_card(root / "README.md")))
         return whole.in_subfolder(subfolder) if subfolder else whole
 
-    def in_subfolder(self, subfolder: str) -> PublishedCheckpoint:
+    def in_subfolder(self, subfolder: str) -> "PublishedCheckpoint":
         """Return the checkpoint in a subfolder. Raise ConfigError if there is no file."""
         start = f"{subfolder.strip('/')}/"
         sizes = {name.removeprefix(start): size for name, size in self.sizes.items() if name.startswith(start)}

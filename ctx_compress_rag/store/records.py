@@ -1,7 +1,5 @@
 """The records of one bundle's soft contexts, signed when written, and checked by their signature when read."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress

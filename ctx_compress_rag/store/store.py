@@ -1,7 +1,5 @@
 """The store of soft contexts, in a Chroma collection beside the app's own."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterable, Sequence

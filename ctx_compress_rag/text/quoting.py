@@ -1,7 +1,5 @@
 """The quotations (whole words of texts) that an extractive answer may be, token by token."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable

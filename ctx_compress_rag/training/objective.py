@@ -1,12 +1,10 @@
 """What every loss over slots needs: the trained parts, prompts with holes for slots, and logits at the answers."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,8 @@ class TrainingBatch:
     prompts: list[PromptTemplate]
     passages: list[list[int]]
 
-    def only(self, numbers: Sequence[int]) -> TrainingBatch:
-        return TrainingBatch([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
+    def only(self, numbers: Sequence[int]) -> Self:
+        return type(self)([self.prompts[i] for i in numbers], [self.passages[i] for i in numbers])
 
     @property
     def token_count(self) -> int:

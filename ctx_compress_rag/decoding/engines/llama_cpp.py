@@ -1,7 +1,5 @@
 """Run the decoder in this process with llama.cpp, which is fast on a CPU and needs no transformers model."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

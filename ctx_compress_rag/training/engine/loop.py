@@ -1,7 +1,5 @@
 """The training loop of all stages."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -34,7 +32,7 @@ logger = logging.getLogger(__name__)
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
-def training_processes() -> PartialState:
+def training_processes() -> "PartialState":
     """Return accelerate's `PartialState`, which the first call connects to other processes of `accelerate launch`.
 
     Each process (perhaps only one) trains on its share of every batch, on its own GPU, or the CPU if there is none.
