@@ -133,14 +133,15 @@ def test_operations_are_those_of_forward_and_backward(settings: dict[str, Any], 
 def command(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     file = tmp_path_factory.mktemp("comparison") / "files.yaml"
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
-    return ["compare", str(file), "--budget", "8e-7", "--questions", "4", "--entries", "pooled", "one"]
+    return ["compare", str(file), "--budget", "4e-7", "--questions", "4", "--entries", "pooled", "one"]
 
 
 @pytest.fixture(scope="module")
 def finished(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison that was cut off in an entry's second stage."""
     folder = tmp_path_factory.mktemp("compared")
-    with killed(after=1, training=2):
+    with killed(after=1, training=2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.compare.run._COUNTED_STEPS", 2)
         main([*command, "--output", str(folder)])
     assert main([*command, "--output", str(folder)]) == 0
     return folder
@@ -154,7 +155,7 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
     pooled = results(finished, "pooled")
     assert pooled["interrupted"]
     costs = json.loads((finished / "entries" / "pooled" / "operations.json").read_text())["per_step"]
-    steps = [round(0.5 * 8e-7 * 1e15 / cost) for cost in costs]
+    steps = [round(0.5 * 4e-7 * 1e15 / cost) for cost in costs]
     assert [stage["steps"] for stage in pooled["stages"]] == steps and pooled["examples"] == 2 * sum(steps)
     assert [stage["first_example"] for stage in pooled["stages"]] == [0, 2 * steps[0]]
     for stage in ("1", "2"):
@@ -164,7 +165,7 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
         assert not (folder / "decoder").exists()
     assert bundle.fingerprint == pooled["fingerprint"]
     report = (finished / "compare.md").read_text()
-    assert report.startswith("# 4 test questions, 8e-07 x 10^15 operations of training\n")
+    assert report.startswith("# 4 test questions, 4e-07 x 10^15 operations of training\n")
     assert "Questions of test.jsonl" in report and f"with the LoRA of {files / 'teacher'} merged" in report
 
 

@@ -56,7 +56,7 @@ texts = st.text(alphabet="ab é🙂\n", max_size=20)
 
 
 @given(text=texts, stop=st.lists(st.text(alphabet="ab é🙂\n", min_size=1, max_size=4), max_size=3), end=st.booleans())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_what_is_streamed_is_never_taken_back(bundle: Any, text: str, stop: list[str], end: bool) -> None:
     """Byte by byte, against str.find on the whole text."""
     tokenizer = bundle.tokenizer
@@ -223,7 +223,7 @@ SETTINGS = ["repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "be
 
 @pytest.mark.parametrize("name", [*SETTINGS, "sequence_bias", "min_new_tokens"])
 def test_settings_act_as_in_transformers(decoder: Decoder, prompts: list[Any], model: Any, name: str) -> None:
-    sampling = Sampling(max_tokens=TOKENS)
+    prompts, sampling = prompts[:2], Sampling(max_tokens=TOKENS)  # with slots, and without
     plain = [answer.text for answer in decoder.generate(prompts, sampling)]
     first = scored_by_transformers(decoder, decoder.preparer.prepare(prompts[:1])[0])[0]
     value: Any = {

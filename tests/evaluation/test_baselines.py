@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -91,6 +91,7 @@ def test_standard_error_is_that_of_the_mean(scores: list[float]) -> None:
 
 
 @given(st.floats(0, 1), st.lists(st.integers(1, 4), min_size=5, max_size=20))
+@settings(max_examples=8)
 def test_a_share_kept_of_every_question_has_an_exact_interval(share: float, worth: list[int]) -> None:
     """If each question keeps the same share, so does each resample: only pairing makes this hold."""
     nothing = [0.1] * len(worth)

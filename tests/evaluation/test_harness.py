@@ -41,7 +41,7 @@ from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answe
 from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 from helpers.methods import minilm
 
-QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=2, passages=(2,)))
+QUESTIONS = questions_of(world_examples("test", 0, 3, max_turns=1, passages=(2,)))
 
 
 def test_questions_take_the_first_of_each_example_first() -> None:
@@ -156,7 +156,7 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
 
 
 def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path) -> None:
-    examples = world_examples("test", 0, 20, max_turns=1, passages=(1,))
+    examples = world_examples("test", 0, 12, max_turns=1, passages=(1,))
     examples.append(Example(tuple(f"own {n}" for n in range(6)), (Turn("own?", ("a",)),)))
     write_jsonl(tmp_path / "set.jsonl", examples)
     [asked] = question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4).values()
@@ -209,7 +209,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def scored(bundle: Any, questions: list[Question], log: Path | None, **options: Any) -> SystemAnswers:
-    return answer_questions(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_tokens=4, log=log, **options)
+    return answer_questions(bundle, questions, RATIOS, (FULL, NONE, SOFT, TRUNCATED), max_tokens=2, log=log, **options)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def plain(tiny_bundle: Any) -> SystemAnswers:
     return made
 
 
-@pytest.mark.parametrize("stopped_at", [0, 1, 7, CALLS - 1])
+@pytest.mark.parametrize("stopped_at", [0, 7])
 def test_an_interrupted_run_continues_from_its_answers(
     tiny_bundle: Any, plain: SystemAnswers, asked: Asked, tmp_path: Path, stopped_at: int
 ) -> None:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,14 +51,16 @@ class FakeVllm:
         return StreamingResponse(self._events(body, fault), media_type="text/event-stream")
 
     def _events(self, body: dict[str, Any], fault: Any) -> Any:
-        ids, reason, noted = self.answer(body)
-        shown = ""
-        for number in range(1, len(ids) + 1):
-            text = self.bundle.tokenizer.decode(ids[:number], skip_special_tokens=True)
-            text = text if number == len(ids) else text.rstrip("\ufffd")
+        ids: list[int] = []
+        end, shown = self.bundle.tokenizer.eos_token_id, ""
+        for id, scores in self.tokens(body):
+            ids.append(id)
+            reason = "stop" if id == end else "length" if len(ids) == body["max_tokens"] else None
+            text = self.bundle.tokenizer.decode(ids, skip_special_tokens=True)
+            text = text if reason else text.rstrip("\ufffd")
             choice = {"index": 0, "text": text[len(shown) :], "finish_reason": None, "logprobs": None}
             if body["logprobs"] is not None:
-                choice["logprobs"] = self.logprobs(noted[number - 1], ids[number - 1], body["logprobs"])
+                choice["logprobs"] = self.logprobs(scores, id, body["logprobs"])
             yield event({"choices": [choice]})
             shown = text
             if fault is not None:
@@ -75,24 +78,21 @@ class FakeVllm:
         likeliest = {self.bundle.tokenizer.decode([i]): float(found[i]) for i in found.topk(top).indices}
         return {"tokens": [text], "token_logprobs": [value], "top_logprobs": [{**likeliest, text: value}]}
 
-    def answer(self, body: dict[str, Any]) -> tuple[list[int], str, list[torch.Tensor]]:
-        """Greedy, by whole passes: token ids, why they end, and the scores of each."""
+    def tokens(self, body: dict[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Greedy, by whole passes: each token's id and the scores that it is chosen by."""
         backbone = self.bundle.backbone
         if "prompt_embeds" in body:
             loaded = torch.load(io.BytesIO(base64.b64decode(body["prompt_embeds"])), weights_only=True)
             embeds = loaded.unsqueeze(0)
         else:
             embeds = backbone.embeddings(torch.tensor([body["prompt"]]))
-        ids: list[int] = []
-        noted: list[torch.Tensor] = []
-        with torch.no_grad(), backbone.use(self.shares[body["model"]]) as model:
-            while len(ids) < body["max_tokens"]:
-                noted.append(model(inputs_embeds=embeds, use_cache=False).logits[0, -1])
-                ids.append(int(noted[-1].argmax()))
-                if ids[-1] == self.bundle.tokenizer.eos_token_id:
-                    return ids, "stop", noted
-                embeds = torch.cat([embeds, backbone.embeddings(torch.tensor([ids[-1:]]))], dim=1)
-        return ids, "length", noted
+        for _ in range(body["max_tokens"]):
+            with torch.no_grad(), backbone.use(self.shares[body["model"]]) as model:
+                scores = model(inputs_embeds=embeds, use_cache=False).logits[0, -1]
+            yield (id := int(scores.argmax())), scores
+            if id == self.bundle.tokenizer.eos_token_id:
+                return
+            embeds = torch.cat([embeds, backbone.embeddings(torch.tensor([[id]]))], dim=1)
 
 
 def event(body: dict[str, Any]) -> str:
