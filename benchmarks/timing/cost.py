@@ -24,7 +24,7 @@ from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.prompt import Message
 
 K = TypeVar("K")
-MakePrompt = Callable[[], list[Message]]
+MakePrompt = Callable[[], Sequence[Message]]
 
 
 @dataclass(frozen=True)

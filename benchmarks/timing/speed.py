@@ -86,7 +86,7 @@ def indexing_speed(bundle: Bundle, passages: Sequence[str], folder: str | Path, 
         rounds = range(0, len(passages), _PASSAGES_PER_ROUND)
         for start in tqdm(rounds, desc="indexing", unit="round", disable=not progress):
             part = slice(start, start + _PASSAGES_PER_ROUND)
-            forward.append(seconds_of(partial(bundle.compressor.compress, tokenized[part], ratio, window, 8192)))
+            forward.append(seconds_of(partial(bundle.compressor.compress, tokenized[part], ratio, window)))
             stored.append(seconds_of(partial(store.add, list(passages[part]), progress=False)))
         info = store.info()
     return IndexingSpeed(
