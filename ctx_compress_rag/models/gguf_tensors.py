@@ -58,7 +58,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     with torch.device("meta"):
         blank: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted = own_tensors(blank)
-    sources = dict(tensor_sources(wanted, tensors, architecture, config.num_hidden_layers))
+    sources = dict(_sources(wanted, tensors, architecture, config.num_hidden_layers))
     used = {source for each in sources.values() for source in each}
     if odd := used.symmetric_difference(tensors.keys() - set(FACTORS)):
         said = "misses" if min(odd) in used else "has"
@@ -79,7 +79,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     return type(blank).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
 
 
-def tensor_sources(
+def _sources(
     wanted: Mapping[str, Tensor], tensors: Mapping[str, Any], architecture: str, layers: int
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield transformers' names and those of the file's tensors."""
@@ -118,28 +118,48 @@ def _unpacked(tensor: Any, name: str, known: Architecture, config: Any) -> Tenso
         raise ValueError(
             f"the tensor {name!r} is of type {tensor.tensor_type.name}, which cannot be unpacked"
         ) from None
-    values = np.array(packed, dtype=np.float32).reshape(tensor.shape[::-1])
+    values = _ordered(np.array(packed, dtype=np.float32).reshape(tensor.shape[::-1]), name, known, config)
     if known.raised and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
         values -= 1
     if name.endswith(".ssm_a"):
         values = np.log(-values)
-    return torch.from_numpy(np.ascontiguousarray(_ordered(values, name, known, config)))
+    return torch.from_numpy(np.ascontiguousarray(values))
 
 
-def in_file_order(values: Any, name: str, known: Architecture, config: Any) -> Any:
-    """Return the values of transformers' tensor in the order that they have in the file's tensor `name`."""
-    made, places = np.empty_like(values), np.arange(values.size).reshape(values.shape)
-    made.flat[_ordered(places, name, known, config)] = values
-    return made
+def file_changes(reader: Any, added: Mapping[str, Tensor], config: Any) -> dict[str, Any]:
+    """Return what is added to a model's tensors as what is added to those of its file, a `gguf.GGUFReader`, by name.
+
+    The same functions that order a tensor for transformers here order the numbers of its places.
+    """
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    metadata = {key: each.contents() for key, each in reader.fields.items() if not key.endswith(_VOCABULARY)}
+    known, architecture = architecture_of(metadata), metadata["general.architecture"]
+    changes: dict[str, Any] = {}
+    for name, sources in _sources(added, tensors, architecture, config.num_hidden_layers):
+        ends = np.cumsum([int(tensors[source].shape.prod()) for source in sources])
+        parts = []
+        for source, places in zip(sources, np.split(np.arange(ends[-1]), ends[:-1]), strict=True):
+            places = _ordered(places.reshape(tensors[source].shape[::-1]), source, known, config)
+            parts.append(torch.from_numpy(np.ascontiguousarray(places)))
+        change = np.empty(ends[-1], np.float32)
+        change[_joined(parts, sources[0], config).flatten().numpy()] = added[name].float().flatten().cpu().numpy()
+        for source, part in zip(sources, np.split(change, ends[:-1]), strict=True):
+            changes[source] = part.reshape(tensors[source].shape[::-1])
+    return changes
+
+
+def changed(values: Any, name: str, change: Any) -> Any:
+    """Return a file's tensor with one of `file_changes`; transformers has the logarithm of Mamba's A."""
+    return values * np.exp(change) if name.endswith(".ssm_a") else values + change
 
 
 def _ordered(values: Any, name: str, known: Architecture, config: Any) -> Any:
-    """Return the values of a file's tensor in the order that they have in transformers' tensor."""
+    """Return a file's tensor in transformers' order."""
     if known.paired and name.split(".")[-2] in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if "attn_q" in name else config.num_key_value_heads
-        return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     if known.model_type.startswith("qwen3_5") and (".ssm_" in name or name.endswith(_LINEAR)):
-        return _grouped(values, name, config)
+        values = _grouped(values, name, config)
     return values
 
 

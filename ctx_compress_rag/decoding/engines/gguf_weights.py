@@ -24,8 +24,7 @@ from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
-from ctx_compress_rag.models.gguf_architectures import ARCHITECTURES
-from ctx_compress_rag.models.gguf_tensors import in_file_order, tensor_sources
+from ctx_compress_rag.models.gguf_tensors import changed, file_changes
 from ctx_compress_rag.models.identity import write_decoder
 from ctx_compress_rag.models.layers import added_to_weights, merged_copy
 from ctx_compress_rag.prompt import Side
@@ -185,14 +184,11 @@ def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side
         import gguf
 
     reader = gguf.GGUFReader(source)
-    arch = reader.fields["general.architecture"].contents()
-    config, tensors = bundle.backbone.config.get_text_config(), {tensor.name: tensor for tensor in reader.tensors}
-    changes = {}
-    for name, (own, *others) in tensor_sources(added, tensors, arch, config.num_hidden_layers):
-        if others or own not in tensors or tensors[own].shape[::-1].tolist() != [*added[name].shape]:
-            raise ConfigError(f"{source} has no tensor {own!r} like {name}, which the bundle's adapters change")
-        changes[own] = in_file_order(added[name].cpu().numpy(), own, ARCHITECTURES[arch], config)
-    writer = gguf.GGUFWriter(plain, arch)
+    try:
+        changes = file_changes(reader, added, bundle.backbone.config.get_text_config())
+    except KeyError as error:
+        raise ConfigError(f"{source} has no tensor {error}, which the bundle's adapters change") from None
+    writer = gguf.GGUFWriter(plain, reader.fields["general.architecture"].contents())
     _copy_fields(reader, writer, bundle.backbone.embeddings.num_embeddings)
     writer.add_description(gguf_weights_digest(bundle, side))
     for tensor in reader.tensors:
@@ -203,7 +199,9 @@ def _write(bundle: Bundle, source: Path, added: Mapping[str, Tensor], side: Side
     writer.write_ti_data_to_file()
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.write_tensor_data(values + changes.get(tensor.name, np.float32(0)))
+        if (change := changes.get(tensor.name)) is not None:
+            values = changed(values, tensor.name, change)
+        writer.write_tensor_data(values)
     writer.close()
 
 
