@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
@@ -311,11 +311,9 @@ def _is_read_on(cache: Cache) -> bool:
         return bool(cache.has_previous_state())
 
 
-register(
-    Method(
-        config=ArcAlignerConfig,
-        compressor=SentenceSlotsCompressor,
-        reader=lambda backbone, config, compressor: ArcAlignerReader(backbone, compressor.dim, config),
-        paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
-    )
+METHODS["arcaligner"] = Method(
+    config=ArcAlignerConfig,
+    compressor=SentenceSlotsCompressor,
+    reader=lambda backbone, config, compressor: ArcAlignerReader(backbone, compressor.dim, config),
+    paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
 )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
@@ -123,13 +123,11 @@ def compression_mask(real: Sequence[Tensor], bidirectional: bool, dtype: torch.d
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)[:, None]
 
 
-register(
-    Method(
-        config=CompressionTokensConfig,
-        compressor=CompressionTokensCompressor,
-        reader=lambda backbone, config, compressor: Reader(
-            backbone, LinearMap(compressor.dim, backbone.dim), config.decoder
-        ),
-        paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-    )
+METHODS["compression_tokens"] = Method(
+    config=CompressionTokensConfig,
+    compressor=CompressionTokensCompressor,
+    reader=lambda backbone, config, compressor: Reader(
+        backbone, LinearMap(compressor.dim, backbone.dim), config.decoder
+    ),
+    paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
 )

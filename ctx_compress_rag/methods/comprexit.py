@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
@@ -233,13 +233,11 @@ def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:
     return mixed
 
 
-register(
-    Method(
-        config=ComprexitConfig,
-        compressor=ComprexitCompressor,
-        reader=lambda backbone, config, compressor: Reader(
-            backbone, TwoLayerMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
-        ),
-        paper="Context Compression via Explicit Information Transmission",
-    )
+METHODS["comprexit"] = Method(
+    config=ComprexitConfig,
+    compressor=ComprexitCompressor,
+    reader=lambda backbone, config, compressor: Reader(
+        backbone, TwoLayerMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
+    ),
+    paper="Context Compression via Explicit Information Transmission",
 )

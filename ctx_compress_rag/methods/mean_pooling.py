@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
@@ -147,13 +147,11 @@ def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
     return hidden[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
 
 
-register(
-    Method(
-        config=MeanPoolingConfig,
-        compressor=MeanPoolingCompressor,
-        reader=lambda backbone, config, compressor: Reader(
-            backbone, LinearMap(compressor.dim, backbone.dim) if config.linear else None, config.decoder
-        ),
-        paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-    )
+METHODS["mean_pooling"] = Method(
+    config=MeanPoolingConfig,
+    compressor=MeanPoolingCompressor,
+    reader=lambda backbone, config, compressor: Reader(
+        backbone, LinearMap(compressor.dim, backbone.dim) if config.linear else None, config.decoder
+    ),
+    paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
 )

@@ -19,7 +19,7 @@ from ctx_compress_rag.methods.base.compressor import (
     join_slots,
 )
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.inputs import NO_TOKEN
@@ -111,11 +111,6 @@ class MemoryTokensCompressor(TrunkCompressor):
     def _prompts(self) -> PromptTokenizer:
         return PromptTokenizer(self.backbone.tokenizer)
 
-    def _ids_inside(self, text: str) -> list[int]:
-        """Return a text's ids after a control token, without the space that some tokenizers put before a first text."""
-        ids: list[int] = self._prompts.encode(["", self._prompts.as_text(text)])[1].tolist()
-        return ids
-
     def _windows(self, passages: Sequence[TokenizedPassage]) -> list[_Window]:
         config = self.config
         eos = [self.backbone.tokenizer.eos_token_id] if config.eos else []
@@ -123,7 +118,9 @@ class MemoryTokensCompressor(TrunkCompressor):
         windows = []
         for index, passage in enumerate(passages):
             begun = config.begin > 0 or config.bos == "window"
-            ids = self._ids_inside(passage.text) if begun else passage.ids
+            ids = passage.ids
+            if begun:  # after a control token: without the space that some tokenizers put before a first text
+                ids = self._prompts.encode(["", self._prompts.as_text(passage.text)])[1].tolist()
             ids = [*(bos if config.bos == "first" else ()), *ids]
             length = config.window
             if config.equal:
@@ -157,11 +154,9 @@ def _spread(tokens: int, slots: int) -> Tensor:
     return bounds.diff()
 
 
-register(
-    Method(
-        config=MemoryTokensConfig,
-        compressor=MemoryTokensCompressor,
-        reader=lambda backbone, config, compressor: Reader(backbone, None, config.decoder, config.wrap),
-        paper="PISCO: Pretty Simple Compression for Retrieval-Augmented Generation",
-    )
+METHODS["memory_tokens"] = Method(
+    config=MemoryTokensConfig,
+    compressor=MemoryTokensCompressor,
+    reader=lambda backbone, config, compressor: Reader(backbone, None, config.decoder, config.wrap),
+    paper="PISCO: Pretty Simple Compression for Retrieval-Augmented Generation",
 )

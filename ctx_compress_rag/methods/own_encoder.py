@@ -19,7 +19,7 @@ from ctx_compress_rag.methods.base.compressor import (
     token_windows,
 )
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
@@ -149,13 +149,11 @@ class OwnEncoderCompressor(Compressor):
         return self.in_batches(owners, [len(ids) for ids in read], rows)
 
 
-register(
-    Method(
-        config=OwnEncoderConfig,
-        compressor=OwnEncoderCompressor,
-        reader=lambda backbone, config, compressor: Reader(
-            backbone, TwoLayerMap(config.dim, backbone.dim, config.normed), config.decoder, config.wrap
-        ),
-        paper="Latent Context Language Models",
-    )
+METHODS["own_encoder"] = Method(
+    config=OwnEncoderConfig,
+    compressor=OwnEncoderCompressor,
+    reader=lambda backbone, config, compressor: Reader(
+        backbone, TwoLayerMap(config.dim, backbone.dim, config.normed), config.decoder, config.wrap
+    ),
+    paper="Latent Context Language Models",
 )

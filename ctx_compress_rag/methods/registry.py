@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, SerializeAsAny
 import ctx_compress_rag.methods as methods
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import MethodConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.strict import any_of
 
-__all__ = ["METHODS", "AnyMethodConfig", "Method", "register"]
+__all__ = ["METHODS", "AnyMethodConfig", "Method"]
 
 for _found in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}."):
     if _found.name != __name__:

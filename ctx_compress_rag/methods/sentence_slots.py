@@ -14,7 +14,7 @@ from torch import Tensor
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.methods.base.compressor import Compressor, PassageSlots, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
@@ -209,13 +209,11 @@ class SentenceSlotsCompressor(Compressor):
         self.encoder.expect(bytes(state[_DIGEST].to(torch.uint8).tolist()))
 
 
-register(
-    Method(
-        config=SentenceSlotsConfig,
-        compressor=SentenceSlotsCompressor,
-        reader=lambda backbone, config, compressor: Reader(
-            backbone, TwoLayerMap(compressor.dim, backbone.dim), config.decoder
-        ),
-        paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
-    )
+METHODS["sentence_slots"] = Method(
+    config=SentenceSlotsConfig,
+    compressor=SentenceSlotsCompressor,
+    reader=lambda backbone, config, compressor: Reader(
+        backbone, TwoLayerMap(compressor.dim, backbone.dim), config.decoder
+    ),
+    paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
 )

@@ -74,7 +74,7 @@ class PublishedDecoder(Backbone):
         for name in files.of_transformers:
             if not name.endswith(".safetensors"):
                 files.path(name)
-        model = published_model_without_weights(files, AutoModelForCausalLM)
+        model = files.model_without_weights(AutoModelForCausalLM)
         try:
             tokenizer = AutoTokenizer.from_pretrained(files.path("config.json").parent, trust_remote_code=False)
         except Exception as error:  # of transformers, tokenizers or a parser
@@ -142,19 +142,3 @@ class PublishedDecoder(Backbone):
             + "' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + "
             "eos_token }}{% else %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
         )
-
-
-def published_model_without_weights(files: PublishedCheckpoint, auto: Any) -> Any:
-    """Return a folder's model, of a class such as `AutoModel`, on the meta device. Raise BundleError if unknown."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(files.path("config.json").parent, trust_remote_code=False)
-        with torch.device("meta"):
-            return auto.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        kind = files.json("config.json").get("model_type")
-        raise BundleError(
-            f"this version of transformers has no model for {files}, of model_type {kind!r}, and code from the hub is "
-            "not run: give another, or a newer transformers"
-        ) from error

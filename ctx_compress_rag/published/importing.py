@@ -13,12 +13,7 @@ from ctx_compress_rag.bundle.config import BundleConfig, BundleSource
 from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, adapter_layers
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import decoder_files_digest, model_folder_digest
-from ctx_compress_rag.published.format import (
-    ConvertedCheckpoint,
-    PublishedDecoder,
-    PublishedFormat,
-    published_model_without_weights,
-)
+from ctx_compress_rag.published.format import ConvertedCheckpoint, PublishedDecoder, PublishedFormat
 from ctx_compress_rag.published.icae import IcaeFormat
 from ctx_compress_rag.published.lclm import LclmFormat
 from ctx_compress_rag.published.pisco import PiscoFormat
@@ -63,7 +58,7 @@ class PublishedImport:
         reads, own = PublishedDecoder(found.decoder(checkpoint, decoder)), found.encoder(checkpoint, encoder)
         models = [reads.model]
         if own is not None and own.of_transformers:  # which looks whether all weights are there
-            models.append(published_model_without_weights(own, AutoModel))
+            models.append(own.model_without_weights(AutoModel))
         return cls(checkpoint, found, reads, own, sum(p.numel() for model in models for p in model.parameters()))
 
     @property

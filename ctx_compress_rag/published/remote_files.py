@@ -162,6 +162,21 @@ class PublishedCheckpoint:
         """Return a tensor of a transformers folder, or None if the file that should have the tensor lacks it."""
         return self.tensors(self.shard(key), [key]).get(key)
 
+    def model_without_weights(self, auto: Any) -> Any:
+        """Return this transformers folder's model, of a class such as `AutoModel`, on the meta device."""
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.path("config.json").parent, trust_remote_code=False)
+            with torch.device("meta"):
+                return auto.from_config(config, trust_remote_code=False)
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            kind = self.json("config.json").get("model_type")
+            raise BundleError(
+                f"this version of transformers has no model for {self}, of model_type {kind!r}, and code from the hub "
+                "is not run: give another, or a newer transformers"
+            ) from error
+
     def reference(self, key: str) -> dict[str, Any]:
         """Return the settings with which a config names this transformers folder, its hub id or path under `key`."""
         named = {key: self.name, "revision": self.revision, "subfolder": self.subfolder.strip("/") or None}

@@ -21,7 +21,7 @@ from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor,
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.projections import LinearMap
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.registry import METHODS, Method, register
+from ctx_compress_rag.methods.registry import METHODS, Method
 from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers, checkpoint_layers
 from ctx_compress_rag.training.examples import passage_examples
 from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
@@ -241,15 +241,13 @@ class FirstTokens(TokenCompressor):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    register(
-        Method(
-            config=FirstTokensConfig,
-            compressor=FirstTokens,
-            reader=lambda backbone, config, compressor: Reader(
-                backbone, LinearMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
-            ),
-            paper="A toy",
-        )
+    METHODS["first_tokens"] = Method(
+        config=FirstTokensConfig,
+        compressor=FirstTokens,
+        reader=lambda backbone, config, compressor: Reader(
+            backbone, LinearMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
+        ),
+        paper="A toy",
     )
     yield
     del METHODS["first_tokens"]
@@ -296,13 +294,13 @@ sys.path.insert(0, sys.argv.pop(1))
 _MODULE = """
 from typing import Literal
 from ctx_compress_rag.methods.base.config import MethodConfig
-from ctx_compress_rag.methods.base.method import Method, register
+from ctx_compress_rag.methods.base.method import METHODS, Method
 
 class ToyConfig(MethodConfig):
     name: Literal["toy"] = "toy"
     gain: float = 1.0
 
-register(Method(config=ToyConfig, compressor=None, reader=None, paper="A toy"))
+METHODS["toy"] = Method(config=ToyConfig, compressor=None, reader=None, paper="A toy")
 """
 _USER = """
 from ctx_compress_rag.bundle.config import BundleConfig

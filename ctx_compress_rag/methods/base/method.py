@@ -20,9 +20,4 @@ class Method:
     paper: str  # its title
 
 
-METHODS: dict[str, Method] = {}  # the registered methods by name
-
-
-def register(method: Method) -> None:
-    """Make a method known to bundles and recipes under the name in its settings' class, replacing one of this name."""
-    METHODS[method.config.model_fields["name"].default] = method
+METHODS: dict[str, Method] = {}  # by the literal `name` of their settings
