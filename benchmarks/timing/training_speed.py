@@ -111,7 +111,7 @@ def _packed_step(model: Any, rows: Sequence[Tensor]) -> Callable[[], Tensor]:
     packer = RowPacker(len(rows), max(map(len, rows)))
     for row in rows:
         packer.add(row, torch.arange(len(row)) >= len(row) - _ANSWER)
-    batch, loss = packer.packed(), PackedTextLoss(model)
+    batch, loss = packer.packed, PackedTextLoss(model)
     return lambda: loss(batch)["loss"]
 
 

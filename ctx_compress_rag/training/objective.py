@@ -84,19 +84,15 @@ class SlotObjective(nn.Module, ABC):
         chosen = {ratio: [row for row, draw in enumerate(draws) if ratio in draw] for ratio in self.ratios}
         return {ratio: own for ratio, own in chosen.items() if own}
 
-    def filled(self, batch: TrainingBatch, slots: SlotBatch) -> list[Prompt]:
-        """Return the prompts as the decoder reads them, with the slots of their passages in the holes."""
+    def answer_logits(self, batch: TrainingBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
+        """Return what `answer_token_logits` does of the batch's prompts, with these slots in their holes."""
         contexts = slots.rows()
         # In the decoder's precision: the projection returns float32, which would make the whole row float32.
         dtype = self.bundle.backbone.embeddings.weight.dtype
         embedded = {
             p: self.reader(contexts[p].slots, contexts[p].token_counts).to(dtype) for own in batch.passages for p in own
         }
-        return [p.fill([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
-
-    def answer_logits(self, batch: TrainingBatch, slots: SlotBatch) -> tuple[Tensor, Tensor]:
-        """Return what `answer_token_logits` does of the batch's prompts, with these slots in their holes."""
-        prompts = self.filled(batch, slots)
+        prompts = [p.fill([embedded[i] for i in own]) for p, own in zip(batch.prompts, batch.passages, strict=True)]
         spliced = splice_prompts(self.bundle.backbone.inputs, prompts)
         with self.reader.decoder(spliced.slot_mask) as model:
             return answer_token_logits(model, spliced, prompts)

@@ -47,7 +47,7 @@ def test_every_sequence_that_fits_stands_whole_in_one_row(lengths: list[int], ro
         if packer.fits(length):
             ids = torch.arange(length) + 100 * number
             placed[packer.add(ids)] = ids
-    packed = packer.packed()
+    packed = packer.packed
     assert packed.token_count == sum(map(len, placed.values()))
     for number, (start, ids) in enumerate(placed.items()):
         place = slice(start, start + len(ids))
@@ -76,11 +76,11 @@ def test_packed_sequences_are_read_as_if_alone(name: str, packs: bool) -> None:
         with torch.no_grad():
             logits = decoder(input_ids=row[None], use_cache=False).logits[0].float()
         losses[kind].append(F.cross_entropy(logits[-3:-1], row[-2:]))
-    packed = packer.packed()
+    packed = packer.packed
     assert keeps_apart(decoder) == packs
     if not packs:
         packed, moved = packed.apart()
-        assert torch.equal(packer.packed().input_ids.flatten()[:5], packed.input_ids.flatten()[moved[:5]])
+        assert torch.equal(packer.packed.input_ids.flatten()[:5], packed.input_ids.flatten()[moved[:5]])
     with torch.no_grad():
         found = packed_loss(decoder, packed, inputs_embeds=decoder.get_input_embeddings()(packed.input_ids))
     wanted = torch.stack([torch.stack(each).mean() for each in losses]).mean()

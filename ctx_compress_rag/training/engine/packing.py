@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -81,23 +81,14 @@ class PackedSlots(_Movable):
         return self.passages.token_count + self.prompts.token_count
 
 
-@dataclass
 class RowPacker:
-    """A maker of `rows` packed rows of `length` tokens, where a sequence goes into the first row with room for it."""
+    """A maker of packed rows of `length` tokens, where a sequence goes into the first row with room for it."""
 
-    rows: int
-    length: int
-    _used: list[int] = field(init=False)
-    _count: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        shape = (self.rows, self.length)
-        self._used = [0] * self.rows
-        self._ids = torch.zeros(shape, dtype=torch.long)
-        self._segments = torch.full(shape, PADDING)
-        self._positions = torch.zeros(shape, dtype=torch.long)
-        self._targets = torch.zeros(shape, dtype=torch.bool)
-        self._kinds = torch.zeros(shape, dtype=torch.long)
+    def __init__(self, rows: int, length: int) -> None:
+        self.length = length
+        self._used, self._count = [0] * rows, 0
+        ids, positions, targets, kinds = torch.zeros(4, rows, length, dtype=torch.long)
+        self.packed = PackedRows(ids, torch.full((rows, length), PADDING), positions, targets.bool(), kinds)
 
     def fits(self, *lengths: int) -> bool:
         """Whether sequences of these lengths all have room, placed in this order."""
@@ -119,21 +110,18 @@ class RowPacker:
         assert row is not None  # it `fits`
         start = self._used[row]
         place = (row, slice(start, start + length))
-        self._ids[place] = ids
-        self._segments[place] = self._count
-        self._positions[place] = torch.arange(length)
+        self.packed.input_ids[place] = ids
+        self.packed.segments[place] = self._count
+        self.packed.positions[place] = torch.arange(length)
         if targets is not None:
-            self._targets[place] = targets
-            self._kinds[place] = kind
+            self.packed.targets[place] = targets
+            self.packed.kinds[place] = kind
         self._used[row] += length
         self._count += 1
         return row * self.length + start
 
-    def packed(self) -> PackedRows:
-        return PackedRows(self._ids, self._segments, self._positions, self._targets, self._kinds)
-
     def _row(self, length: int, used: list[int]) -> int | None:
-        return next((row for row in range(self.rows) if used[row] + length <= self.length), None)
+        return next((row for row, taken in enumerate(used) if taken + length <= self.length), None)
 
 
 def collate_packed(items: Sequence[Any]) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class _Filling:
             placed = self._repeat() if self.rng.random() < self.repeat_share else self._answer()
             misses += not placed
         tokens = torch.cat(self.sources), torch.cat(self.slots)
-        return PackedSlots(self.passages.packed(), self.prompts.packed(), *tokens, torch.cat(self.places))
+        return PackedSlots(self.passages.packed, self.prompts.packed, *tokens, torch.cat(self.places))
 
     def _answer(self) -> bool:
         if not self.waiting:

@@ -133,7 +133,7 @@ class PackedTextData:
             prompt = self.builder.text_prompt(example, draw_prompt_template(data.templates, example, self.recipe.seed))
             if packer.fits(prompt.length):
                 packer.add(torch.from_numpy(prompt.ids()), torch.from_numpy(prompt.answers))
-        return packer.packed()
+        return packer.packed
 
 
 def make_teacher_job(recipe: TeacherRecipe) -> TrainingJob:
