@@ -38,11 +38,6 @@ class _Config(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
-class _Renderer(PassageRenderer):
-    def __init__(self, nestable: bool) -> None:
-        self.nestable = nestable  # type: ignore[misc]  # of the bundle's method
-
-
 class ExportedBundle(ProcessBound):
     """A bundle that `ctx-compress export --engine llama.cpp` wrote: it answers with llama.cpp, and compresses nothing.
 
@@ -73,7 +68,8 @@ class ExportedBundle(ProcessBound):
         self.config: Any = cast(Any, _Config(**said["config"]))
         self.tokenizer: Any = FastTokenizer(**said["tokenizer"])
         self.generation_config = SimpleNamespace(**said["generation_config"])
-        self.compressor = _Renderer(said["nestable"])
+        self.compressor = PassageRenderer()
+        self.compressor.nestable = said["nestable"]
         self.fingerprint: str = said["fingerprint"]
         self.decoder_name: str | None = said["decoder_name"]
         self.window: int | None = said["window"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from ctx_compress_rag.soft_context import SoftContext, merge_factor
 
@@ -34,8 +34,8 @@ class PassageRenderer:
     By default a marker stands for all slots of a passage, merged for a coarser ratio, and the question has no effect.
     """
 
-    nestable: ClassVar[bool] = False  # whether the slots of a coarser ratio are weighted means of neighboring slots
-    needs_question: ClassVar[bool] = False  # whether stored slots are no context by themselves
+    nestable = False  # whether the slots of a coarser ratio are weighted means of neighboring slots
+    needs_question = False  # whether stored slots are no context by themselves
 
     def merge_factor(self, ratio: int, stored: int) -> int:
         """Return how many slots, stored at `stored` source tokens each, become one slot at `ratio`.

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs
-from ctx_compress_rag.decoding.sampling import Generation
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks.llm import DecoderLLM
 from langchain_ctx_compress.messages import parsed, parsed_with_raw, to_chat
@@ -122,7 +121,15 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
                 output_tokens=piece.completion_tokens,
                 total_tokens=piece.prompt_tokens + piece.completion_tokens,
             )
-            metadata = self._response_metadata(piece)
+            metadata: dict[str, Any] = {
+                "model_name": self.model_name,
+                # LangChain's middleware believes the usage only of the model named here and in `_get_ls_params`.
+                "model_provider": _PROVIDER,
+                "finish_reason": piece.finish_reason,
+                "slots": piece.slots,
+            }
+            if piece.logprobs is not None:
+                metadata["logprobs"] = openai_chat_logprobs(piece.logprobs)
             last = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
             yield ChatGenerationChunk(message=last, generation_info={"finish_reason": piece.finish_reason})
 
@@ -197,13 +204,3 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
             f"{type(self).__name__} calls no tools: leave them out (create_agent takes tools=[]), or give the agent "
             "another model and this one's chain as a tool"
         )
-
-    def _response_metadata(self, done: Generation) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "model_name": self.model_name,
-            # LangChain's middleware believes the usage only of the model that is named here and in `_get_ls_params`.
-            "model_provider": _PROVIDER,
-            "finish_reason": done.finish_reason,
-            "slots": done.slots,
-        }
-        return found if done.logprobs is None else found | {"logprobs": openai_chat_logprobs(done.logprobs)}
