@@ -9,12 +9,47 @@ from ctx_compress_rag.errors import ConfigError, needs
 from ctx_compress_rag.server.guard import is_local_host
 
 with needs("serve"):
+    import h11
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _HEAD_BYTES = 1 << 16  # most bytes of a request's first line and headers
 _KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. A client loses a request that it sends just as the connection closes,
 which happens more often with a shorter time."""
+
+
+class LimitedProtocol(H11Protocol):
+    """A connection that closes if a request's head does not arrive in time, so that it keeps no other client out.
+
+    uvicorn lets a head (first line and headers) take any time, and its limit of connections refuses new ones.
+    """
+
+    head_seconds = 20.0  # most seconds that a request's head may take
+    most = 1024  # connections; one more closes the connection that is silent for longest
+
+    def connection_made(self, transport: Any) -> None:
+        """Close the connection that is silent for longest if there are too many, and wait for a request's head."""
+        super().connection_made(transport)
+        self._heard = self.loop.time()
+        self._deadline = self.loop.call_later(self.head_seconds, transport.abort)
+        if len(self.connections) > self.most:
+            own = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+            silent = [each for each in own if each.cycle is None or each.cycle.response_complete]
+            min(silent, key=lambda each: each._heard).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop the wait when the head has arrived; after an answer, begin to wait for the next head."""
+        super().data_received(data)
+        self._heard = self.loop.time()
+        if self.conn.their_state is not h11.IDLE:
+            self._deadline.cancel()
+        elif self._deadline.cancelled():
+            self._deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
 
 
 def open_server_socket(host: str, port: int, guarded: bool) -> socket.socket:
@@ -29,7 +64,10 @@ def open_server_socket(host: str, port: int, guarded: bool) -> socket.socket:
 
 
 def run_server(app: Any, listener: socket.socket, *, grace: int = 30, started: Callable[[str], object] = print) -> None:
-    """Serve on a socket until SIGINT, SIGTERM or SIGHUP, then end in `grace` seconds; `started` gets the API's URL."""
+    """Serve until SIGINT, SIGTERM or SIGHUP; then accept no new requests, and give running ones `grace` seconds.
+
+    `listener` is the socket that `open_server_socket` returned; `started` is called with the API's URL.
+    """
     host, port, *_ = listener.getsockname()
     started(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
     server = uvicorn.Server(uvicorn_config(app, grace))
@@ -41,7 +79,7 @@ def run_server(app: Any, listener: socket.socket, *, grace: int = 30, started: C
 def uvicorn_config(app: Any, grace: int = 30) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",  # httptools does not limit a head
+        http=LimitedProtocol,
         ws="none",
         log_level="warning",
         access_log=False,

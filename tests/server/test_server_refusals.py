@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.faults import error_response
 from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
 from ctx_compress_rag.server.metrics import ServerMetrics
-from ctx_compress_rag.server.run import open_server_socket
+from ctx_compress_rag.server.run import LimitedProtocol, open_server_socket
 from helpers.langchain import QUESTION, TEXTS
 from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker, post
 
@@ -399,3 +399,15 @@ def test_a_network_is_let_in_with_keys_only() -> None:
         with pytest.raises(ConfigError, match=f"--host {host} .*--api-keys"):
             open_server_socket(host, 0, guarded=False)
     open_server_socket("0.0.0.0", 0, guarded=True).close()
+
+
+def test_who_connects_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "most", 2)
+    monkeypatch.setattr(LimitedProtocol, "head_seconds", 1.0)
+    with listening(Starlette()) as url:
+        address = url.removeprefix("http://").split(":")
+        silent = [socket.create_connection((address[0], int(address[1])), timeout=WAIT) for _ in range(4)]
+        assert httpx.get(url, timeout=WAIT).status_code == 404
+        for each in silent:  # too many at once, or silent for too long
+            with each, suppress(ConnectionResetError):
+                assert each.recv(1) == b""
