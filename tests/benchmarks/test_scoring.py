@@ -224,7 +224,7 @@ def test_the_command_trains_and_scores(
         rows = [Example((f"{task} has {i}.", "More."), (Turn(f"What has {task}, {i}?", (str(i),)),)) for i in range(8)]
         write_jsonl(tmp_path / f"{task}.jsonl", rows)
     data = {"files": [str(tmp_path / "one.jsonl")], "passages": 1}
-    files = small_recipes(tmp_path, bundle_folder, steps=20, data=data)
+    files = small_recipes(tmp_path, bundle_folder, steps=4, data=data)
     for name in ("k2", "task"):
         files[name].unlink()
     out, test = tmp_path / "scores", tmp_path / "two.jsonl"

@@ -211,7 +211,8 @@ def test_an_index_follows_its_folder(
 
 
 def test_records_of_another_key_are_kept(tmp_path: Path, bundle_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    docs, more, store = write_docs(tmp_path / "docs"), write_docs(tmp_path / "more"), tmp_path / "store"
+    docs, more = (write_docs(tmp_path / name, files=1) for name in ("docs", "more"))
+    store = tmp_path / "store"
     monkeypatch.setenv("CTX_COMPRESS_KEY", "the key that it began with")
     with open_index(store, str(bundle_folder), create=True) as index:
         update(index, docs)

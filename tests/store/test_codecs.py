@@ -75,7 +75,9 @@ def test_every_cut_and_every_changed_byte_is_noticed(codec: str, shape: tuple[in
     """Also its codec's number: 2 x 4 values take as many bytes in int8 as in fp16."""
     payload = encode_soft_context(context(np.arange(np.prod(shape), dtype=np.float32).reshape(shape)), codec)
     raw = base64.b64decode(payload)
-    changed = (raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :] for at in range(len(raw)) for bits in range(1, 256))
+    changed = (
+        raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :] for at in range(len(raw)) for bits in (1, 16, 128, 255)
+    )
     for damaged in (*(payload[:end] for end in range(len(payload))), *map(to_text, changed)):
         with pytest.raises(PayloadError):
             decode_soft_context(damaged)

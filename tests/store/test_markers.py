@@ -250,7 +250,7 @@ def test_only_what_was_issued_to_the_scope_resolves(tiny_tokenizer: Any, caplog:
     """
     expected_of = {marker: marker.removeprefix("[[ctx:").split(".") for marker in ISSUED["anna"]}
 
-    @settings(max_examples=300)
+    @settings(max_examples=120)
     @given(st.tuples(*[attacks] * len(CHAT)))
     def attack(drawn: tuple[str, ...]) -> None:
         chat = [{"role": role, "content": frame.format(each)} for (role, frame), each in zip(CHAT, drawn, strict=True)]

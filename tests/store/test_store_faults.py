@@ -67,7 +67,7 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_locked(tmp_path: Path, b
             "delete": lambda n: store.delete([f"p{n - 1}"]),
         }
         length = interrupted(lambda: work[call](9), 0)
-        for n, at in enumerate(sorted(random.Random(call).sample(range(1, length + 1), min(25, length))), start=10):
+        for n, at in enumerate(sorted(random.Random(call).sample(range(1, length + 1), min(12, length))), start=10):
             interrupted(lambda n=n: work[call](n), at)  # type: ignore[misc]
             others = threading.Thread(target=lambda: add(store, 1), daemon=True)
             others.start()
