@@ -148,9 +148,9 @@ def test_an_untrained_reader_is_the_frozen_decoder(name: str) -> None:
 
 
 def test_gates_decide_alike_in_training_and_at_inference_in_half_precision() -> None:
-    """Training runs under autocast, an app does not: over twelve decoders, not one gate decides otherwise."""
+    """Training runs under autocast, an app does not: over six decoders, not one gate decides otherwise."""
     opened = 0
-    for seed in range(12):
+    for seed in range(6):
         reader = make_reader(model=architectures.model("Llama", seed=seed).bfloat16())
         batch = prompts(reader, rows=3, seed=seed)
         stored, made, decided = torch.randn(5, 12), [], []
@@ -169,7 +169,7 @@ def test_gates_decide_alike_in_training_and_at_inference_in_half_precision() -> 
         for a, b in zip(*made, strict=True):
             torch.testing.assert_close(a, b.detach(), atol=0.02, rtol=0.02)
         opened += sum(int((record > 0).sum()) for record in decided[0].values())
-    assert opened > 50
+    assert opened > 25
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])

@@ -99,8 +99,10 @@ def test_of_equals_the_earlier_is_kept(bundle: Bundle) -> None:
     assert bundle.compressor.choose(vector, vector.expand(4, 6), counts, 2) == [True, True, False, False]
 
 
-@pytest.mark.parametrize("ratio", [2, 3])
-@pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])
+CHANGES: list[dict[str, Any]] = [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}]
+
+
+@pytest.mark.parametrize(("change", "ratio"), [*((change, 2) for change in CHANGES), ({}, 3)])
 def test_the_loss_is_the_papers(tiny_tokenizer: Any, change: dict[str, Any], ratio: int) -> None:
     """Eq. 1 to 9, question by question and token by token, and the ablations of section 4.5."""
     made = ram_bundle(tiny_tokenizer, seed=3, encoder=FROZEN, decoder=FROZEN, **change)
@@ -306,8 +308,7 @@ def test_segments_unlike_those_that_are_stored_are_noticed(tiny_tokenizer: Any, 
         other.render(store, PASSAGES, [passage_content_id(text) for text in PASSAGES], 2, QUESTION, None)
 
 
-@pytest.mark.parametrize("change", [{}, {"skimming": "average"}, {"skimming": "none"}, {"close_reading": False}])
-@pytest.mark.parametrize("template", [TEMPLATES[0], TEMPLATES[2]])
+@pytest.mark.parametrize(("change", "template"), [*((change, TEMPLATES[0]) for change in CHANGES), ({}, TEMPLATES[2])])
 def test_training_and_asking_give_the_decoder_the_same(
     tiny_tokenizer: Any, tmp_path: Path, change: dict[str, Any], template: str
 ) -> None:
