@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache, reduce
 from operator import or_
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -14,7 +14,6 @@ from ctx_compress_rag.errors import ConfigError, CtxCompressError, short_repr
 T = TypeVar("T")
 _WHOLE = TypeAdapter(int)
 _POSITIVE = TypeAdapter(Annotated[int, Field(ge=1)])
-_SECONDS = TypeAdapter(Annotated[float, Field(ge=0)])
 
 
 class Strict(BaseModel):
@@ -55,8 +54,14 @@ def as_list(name: str, value: Iterable[T]) -> list[T]:
     return list(value)
 
 
-def as_seconds(name: str, value: object) -> float:
-    return validate_argument(name, value, _SECONDS)
+def as_seconds(name: str, value: object, least: float = 0) -> float:
+    return validate_argument(name, value, TypeAdapter(Annotated[float, Field(ge=least)]))
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise ConfigError if a value is not one of a Literal's."""
+    if value not in (known := get_args(choices)):
+        raise ConfigError(f"{name}={short_repr(value)}: choose one of {', '.join(known)}")
 
 
 @contextmanager

@@ -13,17 +13,10 @@ from ctx_compress_rag.errors import ConfigError, FingerprintMismatchError, Missi
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.prompt import Message, Prompt, PromptLike, PromptTemplate, Quotable
 from ctx_compress_rag.store import SoftContextStore
-from ctx_compress_rag.store.marker import (
-    MarkedPassage,
-    Marker,
-    OnUnreadable,
-    check_on_unreadable,
-    marked_passages,
-    read_parts,
-)
+from ctx_compress_rag.store.marker import MarkedPassage, Marker, OnUnreadable, marked_passages, read_parts
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
 from ctx_compress_rag.store.record import FoundRecord
-from ctx_compress_rag.strict import as_positive_int
+from ctx_compress_rag.strict import as_positive_int, check_choice
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import find_quotations
 from ctx_compress_rag.text.template_words import answers_before, beside_passages, without_template
@@ -47,7 +40,7 @@ class PromptPreparer:
         on_unreadable: OnUnreadable = "error",
         max_prompt_tokens: int | None = None,
     ) -> None:
-        check_on_unreadable(on_unreadable)
+        check_choice("on_unreadable", on_unreadable, OnUnreadable)
         if store is not None and bundle.fingerprint != store.bundle.fingerprint:
             raise FingerprintMismatchError(
                 f"the store holds slots of bundle {store.bundle.fingerprint[:12]}, but this decoder belongs to bundle "
@@ -122,17 +115,14 @@ class PromptPreparer:
                 case {"role": str(), "content": str(content)}:
                     contents.append(content)
                 case _:
-                    raise ConfigError(
-                        f"prompt {index}: a message needs a role and a content, both strings, got {message!r}"
-                    )
+                    raise ConfigError(f"prompt {index}: a message needs role and content, both str, got {message!r}")
         if not contents or not contents[-1].strip():
             raise ConfigError(f"prompt {index} is empty: its last message must ask something")
         window = self.bundle.window
         check_text_length(f"prompt {index}", sum(map(len, contents)), window)
         if window is not None and len(contents) > window:  # each takes at least one token
             raise ConfigError(
-                f"prompt {index} has {len(contents)} messages, more than the model's window of {window} tokens: leave "
-                "old ones out"
+                f"prompt {index} has {len(contents)} messages, over the window of {window} tokens: leave old ones out"
             )
         return contents
 

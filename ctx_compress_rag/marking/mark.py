@@ -5,25 +5,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, TypeAdapter
 
+from ctx_compress_rag import errors
 from ctx_compress_rag.bundle.exported import AnyBundle
-from ctx_compress_rag.errors import (
-    ConfigError,
-    MissingExtraError,
-    MissingPassageError,
-    PayloadError,
-    StoreError,
-    StoreWriteError,
-    short_repr,
-)
+from ctx_compress_rag.errors import short_repr
 from ctx_compress_rag.marking.budget import Budget, RetrievedText, ScoredSentence, ShownPassage, nearest_sentences
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import Marker, OnUnreadable, check_scope, escaped_markers, marked_passages
 from ctx_compress_rag.store.passage import MAX_CHARACTERS, Passage, StoredPassage, checked_passage
-from ctx_compress_rag.strict import as_int, as_list, as_positive_int, validate_argument
+from ctx_compress_rag.strict import as_int, as_list, as_positive_int, check_choice, validate_argument
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import replace_surrogates, text_ids
 
@@ -106,15 +99,14 @@ class Marking:
         budget = None if self.token_budget is None else as_positive_int("token_budget", self.token_budget)
         self.text_share = None if self.text_share is None else validate_argument("text_share", self.text_share, _SHARE)
         if ratio is not None and budget is not None:
-            raise ConfigError(f"ratio={ratio} and token_budget={budget}: give one of them, the other follows from it")
+            raise errors.ConfigError(f"ratio={ratio} and token_budget={budget}: give one, the other follows from it")
         self.token_budget = budget
         if budget is not None or self.text_share:
             base = self.store.base_ratio
             self.store.bundle.compressor.merge_factor(base, base)  # refuses a bundle that needs the question
         if ratio is not None:
             self.store.bundle.compressor.check_ratio(ratio, self.store.base_ratio)
-        if self.on_missing not in get_args(OnMissing):
-            raise ConfigError(f"on_missing={self.on_missing!r}: choose one of {', '.join(get_args(OnMissing))}")
+        check_choice("on_missing", self.on_missing, OnMissing)
         if self.scope is not None:
             check_scope(self.scope)
 
@@ -131,12 +123,12 @@ class Marking:
         relevances = None if scores is None else [*map(relevance_score, as_list("scores", scores))]
         for what, given in (("ids", ids), ("scores", relevances)):
             if given is not None and len(given) != len(texts):
-                raise ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
+                raise errors.ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
         passages = self._expanded(texts, ids)
         self._find(stored := [passage for passage in passages if passage.id is not None])
         try:
             self._render(passages, relevances, question)
-        except (MissingPassageError, PayloadError):
+        except (errors.MissingPassageError, errors.PayloadError):
             if self.on_missing == "error":
                 raise
             for passage in stored:
@@ -151,7 +143,7 @@ class Marking:
         passages, room = [], MAX_EXPANDED  # many short texts may hold the marker of one long passage
         for place, (text, id) in enumerate(zip(texts, ids, strict=True)):
             if not isinstance(text, str):
-                raise ConfigError(f"texts[{place}] is a {type(text).__name__}: give its text")
+                raise errors.ConfigError(f"texts[{place}] is a {type(text).__name__}: give its text")
             passage = _Passage(f"texts[{place}]" if id is None else short_repr(id), text)
             passages.append(passage)
             try:
@@ -162,7 +154,7 @@ class Marking:
                 if passage.text.strip():
                     storable = isinstance(id, str) and id and replace_surrogates(id) == id
                     passage.id = checked_passage(passage.text, id if storable else None, place).id
-            except (ConfigError, MissingPassageError, PayloadError) as error:
+            except (errors.ConfigError, errors.MissingPassageError, errors.PayloadError) as error:
                 self._leave(passage, error)
         return passages
 
@@ -175,7 +167,7 @@ class Marking:
         if missing and len(missing) == len(passages):
             self.store.warn_if_empty()
         if missing and self.on_missing == "error":
-            raise MissingPassageError(
+            raise errors.MissingPassageError(
                 f"passage {missing[0].name} is not stored with this text ({len(missing)} missing): "
                 "add it to the store, or choose on_missing='compress' or 'text'"
             )
@@ -198,10 +190,10 @@ class Marking:
             texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
             for passage, id in zip(passages, self.store.ensure(texts, ids, self.scope), strict=True):
                 passage.id = id
-        except StoreWriteError as error:
+        except errors.StoreWriteError as error:
             for passage in self._located(passages):
                 self._leave(passage, error)
-        except (ConfigError, StoreError) as error:
+        except (errors.ConfigError, errors.StoreError) as error:
             if len(passages) == 1:
                 self._leave(passages[0], error)
             else:
@@ -216,7 +208,7 @@ class Marking:
         try:
             try:
                 [soft] = store.get([passage.id], scope, [passage.text])
-            except PayloadError:
+            except errors.PayloadError:
                 [record] = store.get_passages([passage.id], scope, [passage.text])
                 if self.on_missing != "compress" or record is None:
                     raise
@@ -225,7 +217,7 @@ class Marking:
             else:
                 if soft is None:
                     self._find([passage])
-        except (PayloadError, StoreWriteError) as error:
+        except (errors.PayloadError, errors.StoreWriteError) as error:
             self._leave(passage, error)
 
     def _leave(self, passage: _Passage, error: Exception) -> None:
@@ -239,7 +231,11 @@ class Marking:
         """Set what is shown in place of each passage; None keeps its text."""
         shown = self._planned(passages, scores, question)
         if shown is not None:
-            self._show(passages, shown)
+            beside_text = any(each.text for each in shown)
+            for passage, each in zip(passages, shown, strict=True):
+                passage.shown = each.text
+                if each.slots or each.text:
+                    self._end(passage, each.text, each.factor if each.slots else None, beside_text)
             return
         store = self.store
         stored = [passage for passage in passages if passage.id is not None]
@@ -295,7 +291,7 @@ class Marking:
         share = self.text_share
         if not (question and question.strip()):
             if share:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"text_share={share} needs the question: give it to compress_documents (LangChain; a "
                     "ContextualCompressionRetriever does) or postprocess_nodes (LlamaIndex; a query engine does)"
                 )
@@ -308,18 +304,11 @@ class Marking:
         """Return the passages' sentences; None without a sentence encoder, unless the options ask for sentences."""
         try:
             return nearest_sentences(texts, question, stored)
-        except MissingExtraError as error:
+        except errors.MissingExtraError as error:
             if self.text_share is not None:
                 raise
             _warn_once("soft contexts alone are shown, although sentences beside them answer better: %s", str(error))
             return None
-
-    def _show(self, passages: Sequence[_Passage], shown: Sequence[ShownPassage]) -> None:
-        beside_text = any(each.text for each in shown)
-        for passage, each in zip(passages, shown, strict=True):
-            passage.shown = each.text
-            if each.slots or each.text:
-                self._end(passage, each.text, each.factor if each.slots else None, beside_text)
 
     def _read(self, passages: Sequence[_Passage]) -> None:
         """Set the record of each passage, as stored with this text; None if there is none."""
@@ -343,7 +332,7 @@ def relevance_score(score: object) -> float:
     try:
         number = float(score)  # type: ignore[arg-type]  # Decimal, numeric strings, tensors of one number
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ConfigError(f"a passage has the relevance {short_repr(score)}: give a number, or None") from error
+        raise errors.ConfigError(f"a passage has the relevance {short_repr(score)}: give a number, or None") from error
     return -math.inf if math.isnan(number) else number
 
 
@@ -367,8 +356,7 @@ def shown_positions(bundle: AnyBundle, shown: Sequence[ShownPassage]) -> int:
 def expand(store: SoftContextStore, text: str, scope: str | None = None, on_unreadable: OnUnreadable = "text") -> str:
     """Return a prompt with each marker of this key and scope, and the text that it ends, replaced by the whole text.
 
-    Raises ConfigError for a result of more than `MAX_EXPANDED` characters, and errors as `SoftContextStore.split` and
-    `read`.
+    Raises ConfigError for over `MAX_EXPANDED` characters, and errors as `SoftContextStore.split` and `read`.
     """
     return _joined(store, store.split(text, scope, on_unreadable), MAX_EXPANDED)
 
@@ -380,7 +368,5 @@ def _joined(store: SoftContextStore, parts: Sequence[str | Marker], most: int) -
     originals = iter([each.text for each in store.read(markers)] if markers else ())
     texts = [part if isinstance(part, str) else next(originals) for part in found]
     if markers and (length := sum(map(len, texts))) > most:
-        raise ConfigError(
-            f"a text with its {len(markers):,} markers expanded has {length:,} characters, over {most:,}: use fewer"
-        )
+        raise errors.ConfigError(f"{len(markers):,} markers expand to {length:,} characters, over {most:,}: use fewer")
     return "".join(texts)

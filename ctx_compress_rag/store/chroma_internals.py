@@ -49,8 +49,7 @@ def chroma_client(collection: chromadb.Collection) -> ClientAPI:
 def check_chroma_not_forked() -> None:
     """Raise StoreError in a child process whose parent had opened an embedded Chroma before the fork.
 
-    Chroma's threads do not exist in the child, but the locks that they held stay locked there. So a new engine hangs in
-    the child, even if the parent's engine was closed.
+    Locks that Chroma's threads held stay locked in the child, where these threads are not: a new engine would hang.
     """
     if _forked:
         raise StoreError(

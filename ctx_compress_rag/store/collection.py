@@ -254,10 +254,7 @@ class ChromaCollection:
             return method(**arguments)
 
     def _odd(self) -> StoreError:
-        return StoreError(
-            f"{self.place.where} answered with records that were not asked for: check that the address is right and "
-            "that a supported version of Chroma runs there"
-        )
+        return StoreError(f"{self.place.where} answered with records not asked for: check its address and version")
 
 
 class AppCollection(ChromaCollection):

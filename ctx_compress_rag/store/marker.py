@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from ctx_compress_rag.errors import ConfigError, RatioError, UnreadableMarkerError
 
@@ -52,12 +52,6 @@ def check_scope(name: str) -> str:
     if not isinstance(name, str) or not name.strip():
         raise ConfigError(f"scope={name!r}: give the tenant's or user's id as a str that is not blank")
     return name
-
-
-def check_on_unreadable(policy: str) -> None:
-    """Raise ConfigError if `policy` is not one of `OnUnreadable`."""
-    if policy not in get_args(OnUnreadable):
-        raise ConfigError(f"on_unreadable={policy!r}: choose one of {', '.join(get_args(OnUnreadable))}")
 
 
 def escaped_markers(text: str) -> str:

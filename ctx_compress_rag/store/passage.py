@@ -131,20 +131,19 @@ def checked_passage(document: object, id: str | None, place: int) -> Passage:
     metadata that are not valid.
     """
     node: Any = getattr(document, "node", document)
-    own: object = None
-    metadata: object = {}
-    text: object
+    found: tuple[Any, Any, Any]
     if isinstance(document, str):
-        text = document
+        found = document, None, {}
     elif isinstance(document, Passage):
-        text, own, metadata = document.text, document.id, document.metadata
+        found = document.text, document.id, document.metadata
     elif hasattr(document, "page_content"):
-        text, own, metadata = document.page_content, getattr(document, "id", None), getattr(document, "metadata", {})
+        found = document.page_content, getattr(document, "id", None), getattr(document, "metadata", {})
     elif hasattr(node, "get_content") and hasattr(node, "node_id"):
-        text, own, metadata = node.get_content(), node.node_id, node.metadata
+        found = node.get_content(), node.node_id, node.metadata
     else:
         kind = type(document).__name__
         raise ConfigError(f"cannot read a passage from {kind}: give a str, Passage, Document or LlamaIndex node")
+    text, own, metadata = found
     name = (None if own == "" else own) if id is None else id
     label = f"documents[{place}]" if name is None else f"passage {short_repr(name)}"
     if not isinstance(text, str):
@@ -152,9 +151,7 @@ def checked_passage(document: object, id: str | None, place: int) -> Passage:
     if not text.strip():
         raise ConfigError(f"{label} has no text: leave blank passages out")
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(
-            f"{label} has {len(text):,} characters, more than {MAX_CHARACTERS:,}: cut it with a text splitter first"
-        )
+        raise ConfigError(f"{label} has {len(text):,} characters, over {MAX_CHARACTERS:,}: cut it by a text splitter")
     _utf8(text, label)
     if name is None:
         name = passage_content_id(text)
@@ -187,19 +184,12 @@ def listed_passages(
     return [checked_passage(item, name, place) for place, (item, name) in enumerate(zip(items, names, strict=True))]
 
 
-def unique_passages(listed: Iterable[Passage], *, repeats: bool = False) -> dict[str, Passage]:
-    """Return passages by id, in order. Raise ConfigError if an id is given twice.
-
-    With `repeats`, an id may come twice with the same text, as from a retriever. Equal texts without ids always may.
-    """
+def unique_passages(listed: Iterable[Passage]) -> dict[str, Passage]:
+    """Return passages by id, in order. Raise ConfigError if an id is given twice, but equal texts without ids may."""
     passages: dict[str, Passage] = {}
     for passage in listed:
         known = passages.setdefault(str(passage.id), passage)
-        if known is passage:
-            continue
-        if known.text != passage.text:
-            raise ConfigError(f"passage id {passage.id!r} is given twice with different texts: ids must be unique")
-        if not repeats and passage.id != passage_content_id(passage.text):
+        if known is not passage and (known.text != passage.text or passage.id != passage_content_id(passage.text)):
             raise ConfigError(f"passage id {passage.id!r} is given twice: ids must be unique within one call")
     return passages
 

@@ -208,9 +208,7 @@ class StoreFolder(StorePlace):
                 shutil.copytree(self.folder, draft, ignore=left_out, dirs_exist_ok=True)
                 draft.rename(target)
             except (OSError, shutil.Error) as error:
-                raise StoreError(
-                    f"cannot copy {self.where} to {str(target)!r} ({error}): check that the disk has room"
-                ) from error
+                raise StoreError(f"cannot copy {self.where} to {str(target)!r} ({error}): check its disk") from error
             finally:
                 if draft is not None:
                     shutil.rmtree(draft, ignore_errors=True)

@@ -6,21 +6,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ctx_compress_rag import errors
 from ctx_compress_rag.bundle.exported import AnyBundle
-from ctx_compress_rag.errors import (
-    FingerprintMismatchError,
-    MissingExtraError,
-    MissingPassageError,
-    PayloadError,
-    StoreError,
-    short_repr,
-)
+from ctx_compress_rag.errors import short_repr
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store.codec import DEFAULT_CODEC, check_codec, payload_bytes
 from ctx_compress_rag.store.collection import ChromaCollection, Row, chroma_batches, chroma_pages
 from ctx_compress_rag.store.key import StoreKey
 from ctx_compress_rag.store.marker import Marker, Signer
-from ctx_compress_rag.store.passage import Passage, StoreInfo, listed_passages, unique_passages
+from ctx_compress_rag.store.passage import Passage, StoreInfo, listed_passages
 from ctx_compress_rag.store.place import StorePlace
 from ctx_compress_rag.store.record import (
     FoundRecord,
@@ -96,17 +90,17 @@ class Records(ChromaCollection):
         where, bundle = self.place.where, self._bundle
         again = f"index again into another folder or collection, or after client.delete_collection({self.name!r})"
         if "ctx_format" not in metadata:
-            raise StoreError(f"the collection {self.name!r} in {where} is not a store: choose another name")
+            raise errors.StoreError(f"the collection {self.name!r} in {where} is not a store: choose another name")
         if metadata["ctx_format"] != FORMAT:
-            raise StoreError(
+            raise errors.StoreError(
                 f"the store {self.name!r} in {where} has format {short_repr(metadata['ctx_format'])}, and this version "
                 f"reads {FORMAT}: run `ctx-compress index` with another --index, or {again}"
             )
         kinds = {"bundle": str, "fingerprint": str, "codec": str, "base_ratio": int}
         if odd := [name for name, kind in kinds.items() if type(metadata.get(name)) is not kind or not metadata[name]]:
-            raise StoreError(f"the store {self.name!r} in {where} has no valid {odd[0]}: {again}")
+            raise errors.StoreError(f"the store {self.name!r} in {where} has no valid {odd[0]}: {again}")
         if metadata["fingerprint"] != bundle.fingerprint:
-            raise FingerprintMismatchError(
+            raise errors.FingerprintMismatchError(
                 f"the soft contexts in {self.name!r} ({where}) were made by bundle {metadata['bundle']!r}, "
                 f"fingerprint {metadata['fingerprint'][:12]}, and {bundle.config.name!r}, fingerprint "
                 f"{bundle.fingerprint[:12]}, cannot read them: take that bundle, or {again}"
@@ -114,9 +108,7 @@ class Records(ChromaCollection):
         for name, asked in self._asked.items():
             if asked not in (None, metadata[name]):
                 option = name.removeprefix("base_")
-                raise StoreError(
-                    f"the store in {where} has {option} {metadata[name]!r}, not {asked!r}: leave {option} out"
-                )
+                raise errors.StoreError(f"{where} has {option} {metadata[name]!r}: leave {option}={asked!r} out")
         self.about = metadata
 
     # Reading
@@ -126,17 +118,16 @@ class Records(ChromaCollection):
 
         With `texts`, one for each id, only a record with that text is returned.
         """
-        passages = None if texts is None else unique_passages(listed_passages(texts, ids), repeats=True)
-        places = readable_scopes(scope)
+        passages = [None] * len(ids) if texts is None else listed_passages(texts, ids)
+        places, made = readable_scopes(scope), self._bundle.fingerprint
         stored = self.rows([record_id(id, place) for id in ids for place in places])
-        found: dict[str, FoundRecord] = {}
-        for id in dict.fromkeys(ids):
-            for own in filter(stored.__contains__, [record_id(id, place) for place in places]):
-                wanted = passages and record_text_hash(self._bundle.fingerprint, own, passages[id])
-                if not wanted or wanted == stored[own].get("text_hash"):
-                    found[id] = self._verified(own, stored[own])
-                    break
-        return [found.get(id) for id in ids]
+        found: list[FoundRecord | None] = []
+        for id, passage in zip(ids, passages, strict=True):
+            rows = {own: stored[own] for place in places if (own := record_id(id, place)) in stored}
+            if passage is not None:
+                rows = {k: row for k, row in rows.items() if row.get("text_hash") == record_text_hash(made, k, passage)}
+            found.append(next((self._verified(own, row) for own, row in rows.items()), None))
+        return found
 
     def by_marker(self, markers: Iterable[Marker]) -> dict[Marker, FoundRecord]:
         """Return the record of each marker's passage. Raise MissingPassageError if one is missing."""
@@ -147,7 +138,7 @@ class Records(ChromaCollection):
         by_name = {row["marker"]: id for id, row in rows.items()}
         found = {each: id for each, names in wanted.items() for name in reversed(names) if (id := by_name.get(name))}
         if missing := [marker for marker in wanted if marker not in found]:
-            raise MissingPassageError(
+            raise errors.MissingPassageError(
                 f"no passage in {self.place.where} for {len(missing)} marker(s) (first: {missing[0].id!r}): it "
                 "was deleted or its text changed after the prompt was made, or it was made for one question and is no "
                 "longer in memory; retrieve again"
@@ -184,7 +175,7 @@ class Records(ChromaCollection):
                     record.passage(id, self._bundle.fingerprint)
                     intact = True
                     self._verified(id, row)
-                except PayloadError:
+                except errors.PayloadError:
                     found[id] = intact
         return found
 
@@ -228,11 +219,11 @@ class Records(ChromaCollection):
         for part in chroma_batches(rows, _size, _WRITE_BYTES):
             try:
                 self.upsert(list(part), [_EMBEDDING] * len(part), list(part.values()))
-            except StoreError as error:
+            except errors.StoreError as error:
                 size = _size(next(iter(part.values())))
                 if not self.place.remote or len(part) > 1 or size < _WRITE_BYTES:
                     raise
-                raise StoreError(
+                raise errors.StoreError(
                     f"passage {passage_id(next(iter(part)))!r} takes {size:,} bytes as a record, perhaps more than the "
                     f"server accepts in one request: cut it into smaller passages ({error})"
                 ) from error
@@ -240,7 +231,7 @@ class Records(ChromaCollection):
     def _sentences(self, passages: Mapping[str, Passage]) -> list[str]:
         """Return the vectors of each passage's sentences, or "" if the bundle shows none or MiniLM is not installed."""
         if self._bundle.config.text_share:
-            with suppress(MissingExtraError):
+            with suppress(errors.MissingExtraError):
                 vectors = sentence_vectors([passage.text for passage in passages.values()])
                 return [*map(pack_sentence_vectors, vectors)]
         return [""] * len(passages)
@@ -271,15 +262,12 @@ def summarize_store(records: ChromaCollection, about: Row) -> StoreInfo:
     return StoreInfo(
         location=records.place.where,
         collection=records.name,
-        bundle=str(about["bundle"]),
-        fingerprint=str(about["fingerprint"]),
-        codec=str(about["codec"]),
-        base_ratio=int(about["base_ratio"]),
         passages=count,
         slots=slots,
         source_tokens=tokens,
         payload_bytes=payload_size,
         disk_bytes=records.place.disk_bytes(),
+        **{name: about[name] for name in ("bundle", "fingerprint", "codec", "base_ratio")},
     )
 
 

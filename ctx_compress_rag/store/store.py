@@ -53,8 +53,6 @@ from ctx_compress_rag.strict import as_int, as_seconds, check_known_options
 
 logger = logging.getLogger(__name__)
 
-_LEAST_TIMEOUT = 0.1
-
 
 class SoftContextStore(ProcessBound):
     """The soft contexts of one bundle, by passage id, in Chroma.
@@ -115,9 +113,8 @@ class SoftContextStore(ProcessBound):
         if ratio is not None:
             ratio = as_int("ratio", ratio)
             bundle.check_ratio(ratio)
-        timeouts = as_seconds("lock_timeout", lock_timeout), as_seconds("read_timeout", read_timeout)
-        if timeouts[1] < _LEAST_TIMEOUT:
-            raise ConfigError(f"read_timeout={read_timeout}: give {_LEAST_TIMEOUT} seconds or more; opening takes time")
+        # Opening takes time.
+        timeouts = as_seconds("lock_timeout", lock_timeout), as_seconds("read_timeout", read_timeout, least=0.1)
         name, place = companion_collection(location, collection), connect_store(location)
         self._records = Records(place, name, bundle, StoreKey(key, place), codec, ratio, *timeouts)
         self._writing = threading.Lock()
@@ -324,11 +321,7 @@ class SoftContextStore(ProcessBound):
     ) -> list[str]:
         """Return the markers that stand for passages in a prompt, in the order of the ids.
 
-        Args:
-            ids: passage ids.
-            ratio: source tokens per slot, a multiple of the store's base ratio.
-            scope: tenant or user; None takes the scope of `ctx_compress_rag.scope`, otherwise the store's.
-            texts: one per id, so that a record with another text counts as not stored; None accepts any text.
+        `ratio` is source tokens per slot, a multiple of the store's base ratio; other arguments are those of `get`.
 
         Raises:
             ConfigError: the bundle's method (RAM) reads passages only for a question.
@@ -350,11 +343,9 @@ class SoftContextStore(ProcessBound):
 
         Args:
             passage: the passage.
-            factor: how many stored slots are merged into one; None for a marker without slots, which only says whose
-                text is before it.
+            factor: how many stored slots are merged into one; None for no slots, as only its text is shown.
             scope: tenant or user.
-            shown: how many characters of the passage's text the prompt shows before the marker and a space; None if it
-                shows no text beside slots. See `BundleConfig.reader_share`.
+            shown: characters of its text before the marker and a space; None if the prompt has no text beside slots.
         """
         if not passage.marker:
             raise damaged_record(record_id(passage.id, DEFAULT_SCOPE), "its payload was changed")

@@ -26,9 +26,7 @@ class TransientParts:
         """Keep the parts of one prompt, and drop those used longest ago. Raise ConfigError if these are too many."""
         needed = sum(map(_cost, parts.values()))
         if needed > self._most:
-            raise ConfigError(
-                f"a prompt needs {needed} slots made for its question, and {self._most} are kept: use fewer passages"
-            )
+            raise ConfigError(f"a prompt needs {needed} slots of its own, {self._most} are kept: use fewer passages")
         with self._lock:
             for marker, part in parts.items():
                 self._parts[marker] = part
