@@ -45,8 +45,7 @@ def generation_settings(config: Any) -> dict[str, Any]:
     """Return the settings in a `generation_config` that act in answers; raise ConfigError for those not supported."""
     for name, value in _given(config, _REFUSED).items():
         raise ConfigError(
-            f"the decoder's generation_config has {name}={value!r}, which is not supported: give "
-            "decoder_settings=False to leave its settings out"
+            f"the decoder's generation_config has {name}={value!r}, not supported here: give decoder_settings=False"
         )
     return _given(config, _APPLIED)
 

@@ -5,10 +5,9 @@ from collections import deque
 
 
 class FairLock:
-    """A fair lock, which a thread that holds it may take again.
+    """A fair lock, which a thread that holds it may take again, and whose owner can ask whether any thread waits.
 
-    A thread that takes an ordinary lock again and again, as a busy decoder does, gets the lock before the threads that
-    wait. A fair lock goes to the waiting threads first, and its owner can ask whether any thread waits.
+    A thread that takes an ordinary lock again and again, as a busy decoder does, gets it before the threads that wait.
     """
 
     def __init__(self) -> None:

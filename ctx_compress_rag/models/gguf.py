@@ -75,8 +75,7 @@ def gguf_file(decoder: GgufDecoder, revision: str | None = None) -> Path:
             raise BundleError(f"{file} is not a GGUF file: it begins with {start!r}")
     if decoder.sha256 is not None and (found := file_sha256(file)) != decoder.sha256:
         raise BundleError(
-            f"{file} is not the decoder asked for: its SHA-256 is {found}, not {decoder.sha256}. "
-            "Get the right file, or train for this one"
+            f"{file} has the SHA-256 {found}, not {decoder.sha256}: get the right file, or train for this one"
         )
     return file
 
@@ -107,7 +106,11 @@ def open_gguf(file: Path, tokenizer: str | None = None) -> tuple[Any, Any, Calla
         config = transformers.AutoConfig.from_pretrained(kept)
         found = transformers.AutoTokenizer.from_pretrained(tokenizer or kept)
     else:
-        unpacked, found = _unpack(file, tokenizer)
+        with needs("gguf"):
+            metadata, unpack = read_gguf(file)
+        # The tokenizer first: unpacking is slow, and an unknown one is refused.
+        found = transformers.AutoTokenizer.from_pretrained(tokenizer) if tokenizer else gguf_tokenizer(file, metadata)
+        unpacked = unpack()
         _keep(unpacked, found, kept)
         config = unpacked.config
 
@@ -123,25 +126,13 @@ def open_gguf(file: Path, tokenizer: str | None = None) -> tuple[Any, Any, Calla
     return config, found, load
 
 
-def _unpack(file: Path, tokenizer: str | None) -> tuple[Any, Any]:
-    with needs("gguf"):
-        import gguf  # noqa: F401
-    from transformers import AutoTokenizer
-
-    metadata, load = read_gguf(file)
-    # The tokenizer first: loading is slow, and an unknown one is refused.
-    found: Any = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else gguf_tokenizer(file, metadata)
-    return load(), found
-
-
 def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
     """Save an unpacked decoder, whole or not at all."""
     try:
         with TemporaryDirectory(dir=folder.parent) as part:
-            model.save_pretrained(part)
-            tokenizer.save_pretrained(part)
-            Path(part).rename(folder)
-            Path(part).mkdir()  # for TemporaryDirectory to remove
+            model.save_pretrained(whole := Path(part, "whole"))
+            tokenizer.save_pretrained(whole)
+            whole.rename(folder)
     except (OSError, SafetensorError) as error:
         if not folder.is_dir():  # else another process was faster
             logger.warning("%s will be unpacked again at the next start: cannot keep it (%s)", folder.name, error)

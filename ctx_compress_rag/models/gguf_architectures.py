@@ -86,6 +86,7 @@ _MAMBA_2 = {
     "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
 }
+ELSEWHERE = "give the model's transformers folder or hub id"
 
 
 def _normed(epsilon: str) -> dict[str, str]:
@@ -225,6 +226,6 @@ def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
     if name not in ARCHITECTURES:
         raise ValueError(
             f"general.architecture = {name!r} is not one of those that are read from GGUF files "
-            f"({', '.join(sorted(ARCHITECTURES))}): give the model's transformers folder or hub id"
+            f"({', '.join(sorted(ARCHITECTURES))}): {ELSEWHERE}"
         )
     return ARCHITECTURES[name]

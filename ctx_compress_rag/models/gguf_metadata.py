@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ctx_compress_rag.models.gguf_architectures import Architecture, architecture_of
+from ctx_compress_rag.models.gguf_architectures import ELSEWHERE, Architecture, architecture_of
 
 Values = Mapping[str, np.ndarray[Any, Any]]  # small tensors by name, float32
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -45,8 +45,7 @@ def gguf_config(metadata: Mapping[str, Any], names: Mapping[str, tuple[int, ...]
     if left:
         key = min(left)
         raise ValueError(
-            f"{prefix}{key} = {left[key]!r} is not known for this architecture, and could change every answer: give "
-            "the model's transformers folder or hub id"
+            f"{prefix}{key} = {left[key]!r} is unknown for this architecture, and could change answers: {ELSEWHERE}"
         )
     return AutoConfig.for_model(model_type, **said)
 
@@ -111,7 +110,7 @@ def _rope(said: Mapping[str, Any], left: dict[str, Any], factors: Values) -> dic
     elif kind == "linear" and factor != 1:
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("linear", "none"):
-        raise ValueError(f"rope.scaling.type = {kind!r} is not read: give the model's transformers folder or hub id")
+        raise ValueError(f"rope.scaling.type = {kind!r} is not read: {ELSEWHERE}")
     _drop(left, {"rope.scaling.attn_factor": 1.0})
     return rope
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.models.gguf_architectures import Architecture, architecture_of
+from ctx_compress_rag.models.gguf_architectures import ELSEWHERE, Architecture, architecture_of
 from ctx_compress_rag.models.gguf_metadata import FACTORS, gguf_config
 from ctx_compress_rag.models.state import own_tensors
 
@@ -63,8 +63,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
     if odd := used.symmetric_difference(tensors.keys() - set(FACTORS)):
         said = "misses" if min(odd) in used else "has"
         raise ValueError(
-            f"the file {said} the tensor {min(odd)!r}, unlike transformers' {config.model_type}: give the model's "
-            "transformers folder or hub id"
+            f"the file {said} the tensor {min(odd)!r}, unlike transformers' {config.model_type}: {ELSEWHERE}"
         )
     state = {}
     for name, blank_tensor in wanted.items():
@@ -73,7 +72,7 @@ def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, co
         if value.numel() != blank_tensor.numel() or value.squeeze().shape != blank_tensor.squeeze().shape:
             raise ValueError(
                 f"the tensor {sources[name][0]!r} has the shape {tuple(value.shape)}, but the file's settings make it "
-                f"{tuple(blank_tensor.shape)}: give the model's transformers folder or hub id"
+                f"{tuple(blank_tensor.shape)}: {ELSEWHERE}"
             )
         state[name] = value.reshape(blank_tensor.shape)
     return type(blank).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
@@ -115,9 +114,7 @@ def _unpacked(tensor: Any, name: str, known: Architecture, config: Any) -> Tenso
     try:
         packed = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
-        raise ValueError(
-            f"the tensor {name!r} is of type {tensor.tensor_type.name}, which cannot be unpacked"
-        ) from None
+        raise ValueError(f"the tensor {name!r} of type {tensor.tensor_type.name} cannot be unpacked") from None
     values = _ordered(np.array(packed, dtype=np.float32).reshape(tensor.shape[::-1]), name, known, config)
     if known.raised and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
         values -= 1

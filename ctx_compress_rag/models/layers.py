@@ -24,10 +24,9 @@ def decoder_trunk(model: Any) -> Any:
 
 
 def logits_at(model: Any, wanted: Tensor, **inputs: Any) -> Tensor:
-    """Run a causal LM on a batch, and return its logits (places, vocabulary), float32, at the places that are `wanted`.
+    """Run a causal LM, and return its logits (places, vocabulary), float32, where `wanted` (batch, length) is True.
 
-    `wanted` is bool (batch, length). Only their states reach what the model makes logits of them with: a head, scales,
-    caps, as it does itself.
+    Only the states there reach what the model makes logits of them with: a head, scales, caps, as it does itself.
     """
 
     def keep(trunk: nn.Module, args: Any, out: Any) -> None:
@@ -54,8 +53,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 def layer_states(model: Any, **inputs: Any) -> list[Tensor]:
     """Return what comes out of each of a causal LM's layers, (batch, length, dim), of the last after the final norm.
 
-    transformers' own `hidden_states` are of Mamba's layers others. Raises the ConfigErrors of `one_stream` and
-    `decoder_layers`.
+    transformers' own `hidden_states` are of Mamba's layers others. Raises as `one_stream` and `decoder_layers`.
     """
     made: list[Tensor] = []
 
@@ -86,8 +84,7 @@ def one_stream(module: nn.Module, made: Any) -> Tensor:
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers, with names, of a decoder layer that a change at some positions of a prompt can be in.
 
-    Left out are LoRA adapters, routers, what DeepSeek's attention runs again on all positions in its cache, and what
-    kernels read past hooks.
+    Left out: LoRA, routers, what DeepSeek's attention runs again on its whole cache, what kernels read past hooks.
     """
     left_out, modules = _ROUTERS | {"kv_b_proj"}, dict(module.named_modules())
     for name, layer in modules.items():

@@ -15,19 +15,13 @@ from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreWriteErr
 from ctx_compress_rag.indexing.retrieval import IndexRetrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
+from ctx_compress_rag.server import requests
 from ctx_compress_rag.server.answers import gather_answers, stream_answer, unless_client_gone
 from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.faults import RequestError, error_response
 from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
 from ctx_compress_rag.server.metrics import ServerMetrics
 from ctx_compress_rag.server.replies import Kind, OpenAIReply
-from ctx_compress_rag.server.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    CompressionRequest,
-    GenerationRequest,
-    malformed_request,
-)
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import escaped_markers
 from ctx_compress_rag.store.marker import scope as in_scope
@@ -108,7 +102,7 @@ class _Service:
             raise RequestError(404, f"no model {name!r}: this server has {self.name!r}", "model_not_found", "model")
         return {"id": name, "object": "model", "created": self.started, "owned_by": "ctx-compress"}
 
-    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat(self, body: requests.ChatCompletionRequest, request: Request) -> Response:
         await self.model(body.model)
         chat, scope, retrieval = body.prompt(), request.state.tenant, self.retrieval
         if retrieval is None or not retrieval.is_question(chat, scope):
@@ -118,14 +112,14 @@ class _Service:
         prompt, sources = await unless_client_gone(request.receive, asked)
         return await self._generate("chat", body, [prompt], request, sources, retrieval.extractive)
 
-    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+    async def complete(self, body: requests.CompletionRequest, request: Request) -> Response:
         await self.model(body.model)
         return await self._generate("text", body, body.prompt, request)
 
     async def _generate(
         self,
         kind: Kind,
-        body: GenerationRequest,
+        body: requests.GenerationRequest,
         prompts: Sequence[PromptLike],
         request: Request,
         sources: Sequence[Mapping[str, Any]] | None = None,
@@ -145,7 +139,7 @@ class _Service:
         events = reply.events(first, answers[0], body.stream_options.include_usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
-    async def compress(self, body: CompressionRequest, request: Request) -> Response:
+    async def compress(self, body: requests.CompressionRequest, request: Request) -> Response:
         """Return markers for texts; ids are hashes of texts, so that no client can change or name another's passage.
 
         The part that is being compressed when the client disconnects is finished; later parts are canceled.
@@ -159,7 +153,7 @@ class _Service:
         data = [{"object": "marker", "index": index, "text": text} for index, text in enumerate(shown)]
         return JSONResponse({"object": "list", "model": self.name, "data": data})
 
-    async def _marked(self, body: CompressionRequest, marking: Marking, scope: str | None) -> list[str]:
+    async def _marked(self, body: requests.CompressionRequest, marking: Marking, scope: str | None) -> list[str]:
         def store(part: Sequence[str]) -> None:
             # `mark` expands the others.
             plain = [text for text in part if text.strip() and escaped_markers(text) == text]
@@ -191,7 +185,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 def _explained(request: Request, error: Exception) -> Exception:
     """Return this server's error for an error of FastAPI or Starlette, and other errors as they are."""
     if isinstance(error, RequestValidationError):
-        return malformed_request(error.errors())
+        return requests.malformed_request(error.errors())
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         asked = f"{request.method} {request.url.path}"
         routes = [route for route in request.app.routes if isinstance(route, APIRoute)]

@@ -3,14 +3,7 @@
 import logging
 from typing import Any
 
-from ctx_compress_rag.errors import (
-    ConfigError,
-    DecoderMemoryError,
-    MissingPassageError,
-    ServerError,
-    StoreWriteError,
-    UnreadableMarkerError,
-)
+from ctx_compress_rag import errors
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +26,23 @@ def error_response(error: BaseException) -> tuple[int, dict[str, Any]]:
     match error:
         case RequestError():
             return error.status, error.body
-        case MissingPassageError():
+        case errors.MissingPassageError():
             message = "a marker's passage was deleted or its text changed: retrieve or compress again"
             return 404, error_body(message, "invalid_request_error", code="passage_not_found")
-        case UnreadableMarkerError():
+        case errors.UnreadableMarkerError():
             # The error's own advice is for the operator: a client has neither the key nor on_unreadable.
             what = str(error).partition(": give")[0]
             return 400, error_body(
                 f"{what}: send its text to POST /v1/compress with this API key", "invalid_request_error"
             )
-        case ConfigError():
+        case errors.ConfigError():
             return 400, error_body(str(error), "invalid_request_error")
-        case DecoderMemoryError():
+        case errors.DecoderMemoryError():
             return 503, error_body(str(error), "server_error", code="out_of_memory")
-        case ServerError():
+        case errors.ServerError():
             logger.error("the decoder's server: %s", error)
             return 502, error_body("the server that runs the decoder failed to answer: try again", "server_error")
-        case StoreWriteError():
+        case errors.StoreWriteError():
             logger.error("the store cannot be written: %s", error)
             return 503, error_body("the store cannot be written to now: try again later", "server_error")
     logger.error("a request failed", exc_info=error)

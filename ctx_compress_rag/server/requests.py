@@ -23,8 +23,6 @@ from ctx_compress_rag.text.chat import THOUGHTS
 
 _SCHEMA_CHARACTERS = 1 << 16  # reading one of this length takes half a second, in which everyone waits
 
-_ROLES = {"developer": "system"}
-
 # Passed over: they describe the client, or what it would do with tools.
 _OF_THE_CLIENT = {
     "user",
@@ -114,7 +112,8 @@ class ChatMessage(_Request):
         return self
 
     def as_message(self) -> Message:
-        return {"role": _ROLES.get(self.role, self.role), "content": "".join(part.text for part in self.content or ())}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content or ())}
 
 
 class StreamOptions(_Request):
@@ -188,7 +187,5 @@ def malformed_request(errors: Sequence[Any]) -> RequestError:
     if found["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON ({found['ctx']['error']}): send a JSON object")
     if not places:
-        return RequestError(
-            400, "the body is not a JSON object: send one, with the header Content-Type: application/json"
-        )
+        return RequestError(400, "the body is not a JSON object: send one, with Content-Type: application/json")
     return RequestError(400, explain_fault({**found, "loc": places}), param=places[0])

@@ -104,8 +104,7 @@ class PromptTokenizer:
     def encode(self, parts: Sequence[str], add_special_tokens: bool = False) -> list[NDArray[np.int64]]:
         """Return the token ids of the text around the holes, one int64 array (maybe empty) for each part.
 
-        `add_special_tokens` lets the tokenizer add its BOS. Leave it False if a chat template has added BOS. Raises
-        CtxCompressError for a tokenizer that drops or merges special tokens.
+        `add_special_tokens` adds BOS, if no chat template has. CtxCompressError if the tokenizer drops special tokens.
         """
         joined = replace_surrogates(self.hole.join(parts))
         encoded = self._with_hole(joined, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
@@ -113,8 +112,7 @@ class PromptTokenizer:
         holes = np.flatnonzero(ids == self._hole_id).tolist()
         if len(holes) != len(parts) - 1:
             raise CtxCompressError(
-                f"the tokenizer kept {len(holes)} of {len(parts) - 1} places for soft contexts; "
-                "it drops or merges special tokens and cannot be used with markers"
+                f"the tokenizer kept {len(holes)} of {len(parts) - 1} special tokens: markers need another decoder"
             )
         bounds = [-1, *holes, len(ids)]
         return [ids[a + 1 : b] for a, b in pairwise(bounds)]

@@ -56,8 +56,7 @@ def _alone(word: str, tokenizer: Any) -> tuple[QuotedToken, ...]:
 def _quoted(text: str, tokenizer: Any, read: TextTokens) -> list[QuotedToken | None]:
     """Return a text's tokens. A quotation may end where it cuts neither a word nor a character that two tokens share.
 
-    None stands for an unknown token, one with the end of a blank line, and tokens after which no quotation can end
-    before such a one.
+    None stands for an unknown token, the end of a blank line, and tokens after which no quotation can end before one.
     """
     within = bytearray(len(text) + 1)
     for match in WORD.finditer(text):

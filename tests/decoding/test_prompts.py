@@ -54,7 +54,7 @@ def test_markers_count_as_their_slots(decoder: Decoder, store: SoftContextStore)
         (" \n", "prompt 1 is empty"),
         ([], "prompt 1 is empty"),
         ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": " "}], "prompt 1 is empty"),
-        ([{"role": "user"}], "prompt 1: a message needs a role and a content"),
+        ([{"role": "user"}], "prompt 1: a message needs role and content"),
         ({"role": "user", "content": "hi"}, "prompt 1: a message needs"),
         ([{"role": "user", "content": ["hi"]}], "prompt 1: a message needs"),
         (None, "prompt 1 is a NoneType"),

@@ -183,7 +183,7 @@ def test_bodies_that_are_no_request(url: str) -> None:
         in post(url, "compress", {"input": ["a", 5]}).json()["error"]["message"]
     )
     plain = post(url, "compress", content=b'{"input": "a"}', headers={"Content-Type": "text/plain"})
-    assert "send one, with the header Content-Type: application/json" in plain.json()["error"]["message"]
+    assert "send one, with Content-Type: application/json" in plain.json()["error"]["message"]
     for route in ("embeddings", "responses"):
         message = post(url, route, {}).json()["error"]["message"]
         assert message.startswith(f"'POST /v1/{route}' is not served here: there are POST /v1/chat/completions")

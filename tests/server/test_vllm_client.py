@@ -196,7 +196,7 @@ def test_faults_reach_the_caller_once(fake: FakeVllm, there: Decoder, soft: str,
 
 def test_nobody_there_and_no_key(talkative: Any, url: str) -> None:
     nobody = Decoder(talkative, engine="http://127.0.0.1:1", max_retries=0, timeout=5)
-    with pytest.raises(ServerError, match="check that it is running"):
+    with pytest.raises(ServerError, match="check that it runs"):
         nobody.generate(["Who?"], TOKENS)
     with pytest.raises(ServerError, match=r"401.*give the server's api_key") as caught:
         Decoder(talkative, engine=url, api_key="wrong-key").generate(["Who?"], TOKENS)

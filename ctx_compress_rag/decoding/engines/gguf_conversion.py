@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ctx_compress_rag.decoding.engines.llama_cpp_proof import REMEDY
 from ctx_compress_rag.errors import ConfigError
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -31,9 +32,7 @@ def convert_checkpoint(converter: Path, folder: Path, file: Path) -> None:
     if child.returncode or not file.is_file():
         lines = [line for line in child.stderr.splitlines() if line.strip(" ~^")] or ["nothing"]
         said = " ".join(line.strip() for line in lines[-1 if ":" in lines[-1] else -2 :])  # a bare AssertionError
-        raise ConfigError(
-            f"llama.cpp's converter cannot convert {folder} (it said: {said}): use the engine 'transformers', or vLLM"
-        )
+        raise ConfigError(f"llama.cpp's converter cannot convert {folder} (it said: {said}): {REMEDY}")
 
 
 def _convert(script: Path, folder: str, file: str) -> None:

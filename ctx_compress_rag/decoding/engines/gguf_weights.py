@@ -19,7 +19,7 @@ from ctx_compress_rag.bundle.files import TEACHER, WEIGHTS_FILE
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.gguf_conversion import CONVERTER, convert_checkpoint
 from ctx_compress_rag.decoding.engines.llama_cpp_context import KEPT, load_llama_cpp, threads
-from ctx_compress_rag.decoding.engines.llama_cpp_proof import TOKENS, distance, scores_of, spread
+from ctx_compress_rag.decoding.engines.llama_cpp_proof import REMEDY, TOKENS, distance, scores_of, spread
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import plain_reader
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
@@ -77,9 +77,7 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
                 Path(part, "new").rename(folder)
         except OSError as error:
             if not folder.is_dir():  # else another process was faster
-                raise ConfigError(
-                    f"cannot write {folder} ({error}): free some space, or export to another folder"
-                ) from error
+                raise ConfigError(f"cannot write {folder} ({error}): free some space, or export elsewhere") from error
     return folder
 
 
@@ -94,9 +92,7 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16", co
         with TemporaryDirectory(dir=folder) as part:
             plain = Path(part, "f32.gguf")
             if isinstance(decoder, GgufDecoder):
-                with bundle.backbone.lock:
-                    added = _added(bundle, side)
-                _write(bundle, gguf_file(decoder, bundle.config.revision), added, side, plain)
+                _write(bundle, gguf_file(decoder, bundle.config.revision), _added(bundle, side), side, plain)
             else:
                 write_checkpoint(bundle, side, Path(part, side))
                 convert_checkpoint(Path(str(converter)), Path(part, side), plain)
@@ -130,15 +126,14 @@ def _added(bundle: Bundle, side: Side) -> dict[str, Tensor]:
     if side == "reader" and reader.own is not None:
         own = dict(reader.own.named_parameters())
         return {name: own[name].float() - base.float() for name, base in backbone.own_state().items() if name in own}
-    return added_to_weights(backbone.model, bundle.adapter_shares(side))
+    with backbone.lock:
+        return added_to_weights(backbone.model, bundle.adapter_shares(side))
 
 
 def write_checkpoint(bundle: Bundle, side: Side, folder: Path) -> None:
     """Write one side's weights as a transformers checkpoint for llama.cpp's converter."""
     folder.mkdir(parents=True, exist_ok=True)
-    with bundle.backbone.lock:
-        added = _added(bundle, side)
-    model = bundle.backbone.model
+    added, model = _added(bundle, side), bundle.backbone.model
     model.config.architectures = model.config.architectures or [type(model).__name__]  # the converter asks for it
     write_decoder(model, bundle.tokenizer, folder)
     bundle.backbone.generation_config.save_pretrained(folder)
@@ -151,13 +146,13 @@ def write_checkpoint(bundle: Bundle, side: Side, folder: Path) -> None:
 
 def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
     """Raise ConfigError if llama.cpp has other scores than transformers, for a short text and one beyond windows."""
-    backbone, own = bundle.backbone, bundle.reader.own
+    backbone, own, name = bundle.backbone, bundle.reader.own, bundle.config.name
     config, size = backbone.config.get_text_config(), EngineOptions().context_size
     size = min(size, longest(config, bundle.window) or size)
     windows = (getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
     lengths = sorted({min(TOKENS + window, size - 1) for window in (0, *windows)})
     if lengths[0] < 1:
-        raise ConfigError(f"llama.cpp reads no more than {size} positions of {bundle.config.name!r}: use transformers")
+        raise ConfigError(f"llama.cpp reads no more than {size} positions of {name!r}: use transformers")
     with backbone.lock, torch.no_grad():
         model = own if side == "reader" and own is not None else None
         model = model or merged_copy(backbone.model, bundle.adapter_shares(side))
@@ -166,15 +161,12 @@ def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
     try:
         found = scores_of(file, gguf_weights_digest(bundle, side), backbone.dim, config.vocab_size, size, lengths)
     except BundleError as error:
-        raise ConfigError(
-            f"llama.cpp cannot run {bundle.config.name!r} ({config.model_type}; it said: {error}): use the engine "
-            "'transformers', or vLLM"
-        ) from error
+        raise ConfigError(f"llama.cpp cannot run {name!r} ({config.model_type}; it said: {error}): {REMEDY}") from error
     for length, ours, theirs in zip(lengths, found, expected, strict=True):
         if (off := distance(ours, theirs)) > UNLIKE:
             raise ConfigError(
-                f"llama.cpp computes {bundle.config.name!r} otherwise than transformers ({config.model_type}): after "
-                f"{length} tokens, scores differ by {off:.2g} of the largest: use the engine 'transformers', or vLLM"
+                f"llama.cpp computes {name!r} otherwise than transformers ({config.model_type}): after {length} "
+                f"tokens, scores differ by {off:.2g} of the largest: {REMEDY}"
             )
 
 

@@ -8,7 +8,7 @@ from ctx_compress_rag.bundle.exported import AnyDecoder, ExportedBundle
 from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.engines.llama_cpp_context import LlamaCppContext, load_llama_cpp
 from ctx_compress_rag.decoding.engines.llama_cpp_proof import prove
-from ctx_compress_rag.decoding.engines.protocol import EngineOptions
+from ctx_compress_rag.decoding.engines.protocol import EngineOptions, Halt
 from ctx_compress_rag.decoding.engines.scheduling import DecodingGroup, DecodingRequest, DecodingScheduler
 from ctx_compress_rag.decoding.sampling import Put, Sampling
 from ctx_compress_rag.errors import ConfigError
@@ -27,16 +27,11 @@ class LlamaCppEngine:
             self._folder, self._digests = bundle.folder, bundle.digests
             self._embeddings = bundle.dim, bundle.vocabulary
         else:
-            from ctx_compress_rag.decoding.engines.gguf_weights import (
-                gguf_weights,
-                longest,
-                saved_bundle,
-                weights_digests,
-            )
+            from ctx_compress_rag.decoding.engines import gguf_weights as files
 
-            saved = saved_bundle(bundle)
-            most = longest(saved.backbone.config.get_text_config(), saved.window)
-            self._folder, self._digests = gguf_weights(saved, options.weights), weights_digests(saved)
+            saved = files.saved_bundle(bundle)
+            most = files.longest(saved.backbone.config.get_text_config(), saved.window)
+            self._folder, self._digests = files.gguf_weights(saved, options.weights), files.weights_digests(saved)
             self._embeddings = saved.backbone.dim, saved.backbone.config.get_text_config().vocab_size
         self._size = min(options.context_size, most or options.context_size)
         self._loading = threading.Lock()
@@ -47,9 +42,7 @@ class LlamaCppEngine:
     def identity(self) -> Mapping[str, str]:
         return {"engine": "llama.cpp", "weights": self._weights}
 
-    def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
-    ) -> Callable[[], None]:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True) -> Halt:
         tokenizer, settings = self._bundle.tokenizer, self._bundle.generation_config
         canceled, requests = threading.Event(), []
         for index, (prompt, put) in enumerate(zip(prompts, puts, strict=True)):

@@ -86,7 +86,7 @@ class LlamaCppContext:
         self.size, self._dim, self._vocabulary, self._sequences = size, dim, vocabulary, sequences
         self._kept: list[int] = []
         self._opened: list[Any] = []
-        frees.callback(_free, self._opened)
+        frees.callback(lambda opened: [*map(llama.llama_free, opened)], self._opened)
         self._context, self._room = self._open(min(size, _FIRST))
         self._memory = llama.llama_get_memory(self._context)
         # A vector in a multimodal decoder (M-RoPE) has four positions, for which a longer batch has room.
@@ -122,9 +122,7 @@ class LlamaCppContext:
         options.n_threads = options.n_threads_batch = threads()
         context = self._llama.llama_init_from_model(self._model, options)
         if context is None:
-            raise DecoderMemoryError(
-                f"llama.cpp has too little memory for {room} positions: give a smaller context_size"
-            )
+            raise DecoderMemoryError(f"llama.cpp has too little memory for {room} positions: lower context_size")
         self._opened.append(context)
         return context, room
 
@@ -237,11 +235,6 @@ class LlamaCppContext:
         rows = [self._llama.llama_get_logits_ith(self._context, at) for at in np.flatnonzero(wanted).tolist()]
         scores = [np.ctypeslib.as_array(row, (self._vocabulary,)) for row in rows]
         return np.array(scores, np.float32).reshape(-1, self._vocabulary)
-
-
-def _free(contexts: list[Any]) -> None:
-    while contexts:
-        load_llama_cpp().llama_free(contexts.pop())
 
 
 def _beginning(prompt: Prompt) -> list[int]:

@@ -21,6 +21,7 @@ from ctx_compress_rag.models.passed import unless_passed
 
 TOKENS = 12
 _TOLERANCE = 0.02  # of the largest score
+REMEDY = "use the engine 'transformers', or vLLM"
 _UNREADABLE = 3  # the exit code for a file that cannot be opened
 
 Array = np.ndarray[Any, Any]
@@ -55,12 +56,11 @@ def scores_of(
         said = child.stderr.strip().splitlines() or ["nothing"]
         if child.returncode == _UNREADABLE:
             raise BundleError(said[0])
-        remedy = "use the engine 'transformers', or vLLM"
         if child.returncode or not out.is_file():
             failed = next((line for line in said if "GGML_ASSERT" in line), said[-1])
             raise ConfigError(
                 f"llama.cpp ends the process (exit code {child.returncode}; it said {failed!r}) when {file} reads "
-                f"vectors in place of tokens: {remedy}"
+                f"vectors in place of tokens: {REMEDY}"
             )
         with np.load(out) as found:
             pairs = [found[f"arr_{at}"] for at in range(len(lengths))]
@@ -68,7 +68,7 @@ def scores_of(
         if (off := distance(vectors, tokens)) > _TOLERANCE:
             raise ConfigError(
                 f"llama.cpp reads the vectors of tokens otherwise than the tokens: with {file}, scores differ by "
-                f"{off:.2g} of the largest: {remedy}"
+                f"{off:.2g} of the largest: {REMEDY}"
             )
     return [vectors for _, vectors in pairs]
 

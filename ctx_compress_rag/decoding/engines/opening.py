@@ -18,10 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def open_for_llama_cpp(name: str, weights: str = "BF16") -> ExportedBundle | Bundle:
-    """Return the exported bundle in the folder `weights`, or of a bundle's folder or name, exported on first use.
+    """Return the exported bundle in folder `weights`, or of a bundle's folder or name, exported if its files changed.
 
-    An export in the cache is taken as long as size and time of all files of the bundle stay the same. The bundle itself
-    is returned if answering needs its compressor (RAM), and for a bundle on the hub. Errors: see
+    The bundle itself is returned if answering needs its compressor (RAM), and for a bundle on the hub. Errors: see
     `Bundle.from_pretrained` and `gguf_weights`.
     """
     if Path(weights, EXPORTED_FILE).is_file():

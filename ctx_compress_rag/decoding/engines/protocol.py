@@ -8,6 +8,8 @@ from pydantic import BaseModel, Field, SecretStr
 from ctx_compress_rag.decoding.sampling import Put, Sampling
 from ctx_compress_rag.prompt import Prompt
 
+Halt = Callable[[], None]  # ends answers after the token in progress
+
 
 class EngineOptions(BaseModel):
     """Options of the engines, which the frameworks' LLM classes have, too; each engine uses only its own.
@@ -41,9 +43,7 @@ class Engine(Protocol):
     def identity(self) -> Mapping[str, str]:
         """Return what answers depend on besides bundle, prompt and sampling, for caches of answers."""
 
-    def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
-    ) -> Callable[[], None]:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True) -> Halt:
         """Start to answer prompts, each with its function of `puts`, and return before the answers end.
 
         A prompt's function gets each piece of its answer's text (if `stream`), then the Generation or the error that

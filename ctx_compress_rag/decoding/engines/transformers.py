@@ -1,7 +1,7 @@
 """Run the decoder in this process with transformers."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.answering import GrowingAnswer
-from ctx_compress_rag.decoding.engines.protocol import EngineOptions
+from ctx_compress_rag.decoding.engines.protocol import EngineOptions, Halt
 from ctx_compress_rag.decoding.engines.scheduling import DecodingRequest, DecodingScheduler
 from ctx_compress_rag.decoding.engines.sharing import DecodingBatch, LocalModel, decoder_memory_error
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
@@ -44,9 +44,7 @@ class TransformersEngine:
             "merge": str(self._merge),
         }
 
-    def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
-    ) -> Callable[[], None]:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True) -> Halt:
         """Start to answer, as `protocol.Engine.begin` says; if this thread locked the model, first end all answers."""
         backbone, canceled = self._bundle.backbone, threading.Event()
         tokenizer, settings = self._bundle.tokenizer, backbone.generation_config

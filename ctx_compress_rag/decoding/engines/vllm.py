@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ import torch
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.engines.protocol import EngineOptions
+from ctx_compress_rag.decoding.engines.protocol import EngineOptions, Halt
 from ctx_compress_rag.decoding.export import vllm_dtype_name, vllm_models
 from ctx_compress_rag.decoding.logprobs import TokenLogprob, logprobs_from_openai
 from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
@@ -63,9 +63,7 @@ class VllmEngine:
         """Return the server's address and the dtype; nothing else is known of how the server computes."""
         return {"engine": self.server, "dtype": vllm_dtype_name(self._bundle.backbone.dtype)}
 
-    def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True
-    ) -> Callable[[], None]:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling, puts: Sequence[Put], *, stream: bool = True) -> Halt:
         if sampling.extractive:
             raise ConfigError(f"extractive answers need the decoder in this process, not {self.server}: {_HERE}")
         asked = [(self._body(prompt, sampling), prompt, put) for prompt, put in zip(prompts, puts, strict=True)]
@@ -196,9 +194,7 @@ class VllmEngine:
             return error
         if status in _BUSY or isinstance(error, self._openai.APIConnectionError | httpx.HTTPError):
             said = f"status {status}" if status else str(error.__cause__ or error) or type(error).__name__
-            return ServerError(
-                f"{self.server} did not answer ({said}): check that it is running, or give a longer timeout"
-            )
+            return ServerError(f"{self.server} did not answer ({said}): check that it runs, or give a longer timeout")
         if status is not None:
             hint = ": give the server's api_key" if status in (401, 403) else ""
             return ServerError(f"{self.server} refused the request ({str(error)[:300]}){hint}")
