@@ -28,7 +28,6 @@ def train(
 
     Runs the recipes in order. An interrupted run resumes at its last checkpoint. A finished recipe is not run again.
     """
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes  # imports count: they take seconds
     from ctx_compress_rag.errors import TimeUpError
     from ctx_compress_rag.training.engine.loop import training_processes
     from ctx_compress_rag.training.recipe import load_recipe, recipe_names
@@ -36,6 +35,7 @@ def train(
 
     names = [recipe for name in recipes for recipe in recipe_names(name)]
     loaded = [load_recipe(recipe) for recipe in names]  # report an error in any before the first runs
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     check_recipe_inputs(loaded)
     try:
         for name, recipe in zip(names, loaded, strict=True):
