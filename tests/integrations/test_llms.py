@@ -169,7 +169,7 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
 async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
     """A canceled task or a stream left early ends the generation within a few tokens, not at its end."""
     steps: list[int] = []
-    llm, llama = app.llm(max_tokens=150), CompressedContextLLM(store=app.store, max_tokens=150)
+    llm, llama = app.llm(max_tokens=80), CompressedContextLLM(store=app.store, max_tokens=80)
 
     with app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1)):
         if "stream" in way:
@@ -185,9 +185,9 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
             with pytest.raises(asyncio.CancelledError):
                 await task
         await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
-    assert 0 < len(steps) < 75
+    assert 0 < len(steps) < 40
     whole = llama.acomplete(QUESTION) if "complete" in way else llm.ainvoke(QUESTION)
-    assert len(app.bundle.tokenizer((await whole).text)["input_ids"]) > 75
+    assert len(app.bundle.tokenizer((await whole).text)["input_ids"]) > 40
 
 
 @FRAMEWORKS
