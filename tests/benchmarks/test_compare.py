@@ -133,7 +133,7 @@ def test_operations_are_those_of_forward_and_backward(settings: dict[str, Any], 
 def command(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     file = tmp_path_factory.mktemp("comparison") / "files.yaml"
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
-    return ["compare", str(file), "--budget", "4e-7", "--questions", "4", "--entries", "pooled", "one"]
+    return ["compare", str(file), "--budget", "4e-7", "--questions", "2", "--entries", "pooled", "one"]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files
         assert not (folder / "decoder").exists()
     assert bundle.fingerprint == pooled["fingerprint"]
     report = (finished / "compare.md").read_text()
-    assert report.startswith("# 4 test questions, 4e-07 x 10^15 operations of training\n")
+    assert report.startswith("# 2 test questions, 4e-07 x 10^15 operations of training\n")
     assert "Questions of test.jsonl" in report and f"with the LoRA of {files / 'teacher'} merged" in report
 
 

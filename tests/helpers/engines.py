@@ -52,7 +52,7 @@ class EngineTests:
         assert len({answer.text for answer in found}) > 1
 
     def test_many_callers_get_what_each_gets_alone(self, there: Decoder, prompts: list[Any]) -> None:
-        sampling = Sampling(max_tokens=8)
+        sampling = Sampling(max_tokens=4)
         alone = [plain(there.generate([prompt], sampling)[0]) for prompt in prompts]
         with ThreadPoolExecutor(12) as pool:
             tasks = [pool.submit(there.generate, [prompt], sampling) for prompt in prompts * 3]
