@@ -32,7 +32,7 @@ def raising_store_errors(where: str, folder: Path | None = None, *, writing: boo
     except BaseException as error:  # a panic of Chroma's Rust part is not an Exception
         said = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         if fault := folder and disk_fault(folder):
-            raise StoreWriteError(f"cannot write to {where} ({fault}; {said}): give it room or permission") from error
+            raise StoreWriteError(f"cannot write to {where} ({fault}; {said}): make room, or permit writing") from error
         remedy = "restore a backup, or index into a new folder" if folder else "read the server's log"
         kind = StoreWriteError if writing else StoreError
         raise kind(f"Chroma failed on {where} ({said}): try again; if it fails again, {remedy}") from error
