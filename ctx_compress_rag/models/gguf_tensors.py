@@ -39,9 +39,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], Callable[[], Any]]:
     """
     import gguf
 
-    reader = gguf.GGUFReader(file)
-    metadata = {key: each.contents() for key, each in reader.fields.items() if not key.endswith(_VOCABULARY)}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    metadata, tensors = _contents(gguf.GGUFReader(file))
     known = architecture_of(metadata)
     shapes = {name: tuple(tensor.shape[::-1].tolist()) for name, tensor in tensors.items()}
     factors = {name: tensors[name].data for name in FACTORS if name in tensors}
@@ -50,6 +48,12 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], Callable[[], Any]]:
     for layer in range(config.num_hidden_layers, config.num_hidden_layers + guessing):
         tensors = {name: each for name, each in tensors.items() if not name.startswith(f"blk.{layer}.")}
     return metadata, partial(_load, tensors, metadata["general.architecture"], known, config)
+
+
+def _contents(reader: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a `gguf.GGUFReader`'s settings, without its vocabulary, and its tensors by name."""
+    metadata = {key: each.contents() for key, each in reader.fields.items() if not key.endswith(_VOCABULARY)}
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _load(tensors: Mapping[str, Any], architecture: str, known: Architecture, config: Any) -> Any:
@@ -128,8 +132,7 @@ def file_changes(reader: Any, added: Mapping[str, Tensor], config: Any) -> dict[
 
     The same functions that order a tensor for transformers here order the numbers of its places.
     """
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    metadata = {key: each.contents() for key, each in reader.fields.items() if not key.endswith(_VOCABULARY)}
+    metadata, tensors = _contents(reader)
     known, architecture = architecture_of(metadata), metadata["general.architecture"]
     changes: dict[str, Any] = {}
     for name, sources in _sources(added, tensors, architecture, config.num_hidden_layers):

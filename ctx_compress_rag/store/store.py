@@ -407,10 +407,15 @@ class SoftContextStore(ProcessBound):
 
     def _places(self, passages: Sequence[Passage], scope: str) -> list[str | None]:
         """Return the id under which each passage's text is stored, its own or the text's hash; None if neither is."""
-        beside = [Passage(each.text, passage_content_id(each.text)) for each in passages]
-        held = self._records.has_passages([*passages, *beside], scope)
-        ids = [each.id if there else None for each, there in zip([*passages, *beside], held, strict=True)]
-        return [own or other for own, other in zip(ids[: len(passages)], ids[len(passages) :], strict=True)]
+        held = self._records.has_passages(passages, scope)
+        others = [
+            Passage(each.text, passage_content_id(each.text))
+            for each, there in zip(passages, held, strict=True)
+            if not there
+        ]
+        beside = zip(others, self._records.has_passages(others, scope), strict=True)
+        found = iter([each.id if there else None for each, there in beside])
+        return [each.id if there else next(found) for each, there in zip(passages, held, strict=True)]
 
     def _scope(self, scope: str | None) -> str:
         return current_scope() or self.scope if scope is None else check_scope(scope)

@@ -86,7 +86,7 @@ class LlamaCppContext:
         self.size, self._dim, self._vocabulary, self._sequences = size, dim, vocabulary, sequences
         self._kept: list[int] = []
         self._opened: list[Any] = []
-        frees.callback(lambda opened: [*map(llama.llama_free, opened)], self._opened)
+        frees.callback(_free, self._opened)
         self._context, self._room = self._open(min(size, _FIRST))
         self._memory = llama.llama_get_memory(self._context)
         # A vector in a multimodal decoder (M-RoPE) has four positions, for which a longer batch has room.
@@ -235,6 +235,11 @@ class LlamaCppContext:
         rows = [self._llama.llama_get_logits_ith(self._context, at) for at in np.flatnonzero(wanted).tolist()]
         scores = [np.ctypeslib.as_array(row, (self._vocabulary,)) for row in rows]
         return np.array(scores, np.float32).reshape(-1, self._vocabulary)
+
+
+def _free(contexts: list[Any]) -> None:
+    for context in contexts:
+        load_llama_cpp().llama_free(context)
 
 
 def _beginning(prompt: Prompt) -> list[int]:
