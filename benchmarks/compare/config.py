@@ -13,7 +13,6 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-import benchmarks.compare.fitted  # noqa: F401, it registers its stage
 from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder

@@ -76,7 +76,8 @@ def _separated_by_commas(text: str) -> tuple[str, bool]:
     It is the one that its first line names (`sep=;`), or that all lines have equally often, not counting quoted cells
     and blank lines; a table of one column has none. Otherwise it is the one that most lines have equally often.
     """
-    csv.field_size_limit(len(text) + 1)  # a quote that nothing closes is not an error
+    # A quote that nothing closes is not an error. The limit is the process's: others read longer cells.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
     named = _NAMED.match(text)
     text = text[named.end() :] if named else text
     tables = {separator: _rows(text, separator) for separator in (named[1] if named else _SEPARATORS)}

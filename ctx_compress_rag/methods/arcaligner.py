@@ -306,7 +306,7 @@ class ArcAlignerReader(Reader):
 
 def _is_read_on(cache: Cache) -> bool:
     try:
-        return cache.get_seq_length() > 0
+        return bool(cache.get_seq_length() > 0)
     except ValueError:  # of states alone, as Mamba's
         return bool(cache.has_previous_state())
 

@@ -1,4 +1,4 @@
-"""Comparisons on files, from a decoder with its teacher merged; their report; readers fitted by least squares."""
+"""Comparisons on files, from a decoder with its teacher merged; their report."""
 
 import gzip
 import json
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.__main__ import main
 from benchmarks.compare.config import Comparison, Ordering, merged, stage_recipes
 from benchmarks.compare.decoder import merge_teacher
-from benchmarks.compare.fitted import FittedNextTokenRecipe
 from benchmarks.compare.operations import operations_per_step
 from benchmarks.compare.report import Cell, EntryRow, Results, methods_shown, orderings
 from benchmarks.scoring.paired import paired_difference
@@ -25,9 +24,8 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.stages.compression import make_compression_job
-from helpers.methods import comprexit_bundle
 from helpers.models import draw_lora, save_tiny_llama
-from helpers.training import killed, settings_of
+from helpers.training import killed
 
 LONG = "A word " * 200
 
@@ -227,28 +225,3 @@ def test_a_method_is_shown_by_three_standard_errors() -> None:
         assert first.startswith(f"- **{verdict}**: pooled at 4x: over no context {gain}")
         assert f"over another passage {gain}" in first
         assert second.startswith("- **not shown**: coarse at 8x: over no context +0.000 ")
-
-
-def test_a_fitted_reader_gives_nearly_the_tokens_own_embeddings(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Of a token's slot, as near as an affine map comes; also where a text spells a control token."""
-    bundle = comprexit_bundle(tiny_tokenizer)
-    examples = world_examples("train", 3, 24, max_turns=1, passages=(1,))
-    texts = list(dict.fromkeys(example.passages[0] for example in examples))
-    ids = [bundle.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    embeddings = bundle.backbone.embeddings(torch.tensor([token for row in ids for token in row])).double().numpy()
-    softs = bundle.compress(texts, 1)
-    slots = np.concatenate([soft.slots for soft in softs]).astype(np.float64)
-
-    def error(made: np.ndarray) -> float:
-        return float(((made - embeddings) ** 2).mean() / embeddings.var())
-
-    def read() -> np.ndarray:
-        return torch.cat([bundle.embed(soft) for soft in softs]).double().numpy()
-
-    affine = np.column_stack([slots, np.ones(len(slots))])
-    best = error(affine @ np.linalg.lstsq(affine, embeddings, rcond=None)[0])
-    assert best < 0.97 and error(read()) > best + 0.5
-    settings = settings_of(tmp_path, "comprexit", tmp_path, stage="fitted_next_token", fit_passages=25)
-    spelled = Example((f"One {tiny_tokenizer.eos_token} two.",), (Turn("?", ("two",)),))
-    FittedNextTokenRecipe.model_validate(settings).objective(bundle, [*examples, spelled])
-    assert error(read()) == pytest.approx(best, abs=0.05)

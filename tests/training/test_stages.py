@@ -25,16 +25,17 @@ from ctx_compress_rag.methods.ram.compressor import RamConfig
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.examples import passage_examples
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
-from ctx_compress_rag.training.recipe import load_recipe
+from ctx_compress_rag.training.recipe import load_recipe, parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss, NextTokenCollator
+from ctx_compress_rag.training.stages.compression import bundle_to_train
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss
 from helpers import architectures
 from helpers.arcaligner import LORA, make_reader, prompts, read
 from helpers.methods import DIM, save_encoder
 from helpers.models import widen
 from helpers.ram import EXAMPLES, PLAIN, after_hole, collator, objective, plain_ids, ram_bundle
-from helpers.training import report, write_recipe
+from helpers.training import report, settings_of, write_recipe
 
 
 def test_ablations() -> None:
@@ -68,6 +69,36 @@ def test_dropout_is_for_training_only() -> None:
     assert torch.equal(read(reader, batch).logits, evaluated)  # no gradients asked for
     with reader.decoder(batch.slot_mask) as model:
         assert not torch.equal(model(**batch.model_inputs()).logits, evaluated)
+
+
+def test_a_fitted_map_gives_the_tokens_own_embeddings(decoder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """From a token's slot, no worse than an affine map; also if another text spells a control token."""
+    names = ("Orla", "Ada", "Bo", "Cy", "Pell", "Kormoor")
+    texts = [f"{name} keeps {n} goats by the river of {other}." for name, other in pairwise(names) for n in range(4)]
+    spelled = f"One {tiny_tokenizer.eos_token} two."
+    examples = [Example((text,), (Turn("?", ("two",)),)) for text in [*texts, spelled]]
+
+    def errors(fit_passages: int) -> tuple[float, float]:
+        torch.manual_seed(0)
+        recipe = parse_recipe(settings_of(decoder, "comprexit", tmp_path, fit_passages=fit_passages), "this")
+        bundle = bundle_to_train(recipe, examples)
+        ids = [token for text in texts for token in bundle.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        embeddings = bundle.backbone.embeddings(torch.tensor(ids)).double().numpy()
+        softs = bundle.compress(texts, 1)
+        slots = np.column_stack([np.concatenate([soft.slots for soft in softs]).astype(np.float64), np.ones(len(ids))])
+        read = torch.cat([bundle.embed(soft) for soft in softs]).double().numpy()
+        affine = slots @ np.linalg.lstsq(slots, embeddings, rcond=None)[0]
+        error, least = (float(((made - embeddings) ** 2).mean() / embeddings.var()) for made in (read, affine))
+        return error, least
+
+    random, _ = errors(0)
+    fitted, best = errors(len(examples))
+    assert fitted < best + 0.05 < 0.5 and random > best + 0.5
+    with pytest.raises(ConfigError, match="fit_passages needs a map of two layers, which mean_pooling lacks"):
+        bundle_to_train(parse_recipe(settings_of(decoder, "answer", tmp_path, fit_passages=2), "this"), examples)
+    with pytest.raises(ConfigError, match="leave revision, teacher and fit_passages out"):
+        changes = {"decoder": None, "bundle": "smollm2-135m", "fit_passages": 2}
+        parse_recipe(settings_of(decoder, "answer", tmp_path, **changes), "this")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,12 @@ from ctx_compress_rag.methods.base.config import WrapConfig
 # E[GELU(x)^2] for standard normal x.
 _GELU_POWER = 0.42522
 
+# GELU(x) is x / 2 + 0.4 x^2 and smaller terms: for inputs of this standard deviation it is nine tenths linear.
+_NEARLY_LINEAR = 0.3
+
+# Share of the inputs' mean variance, added to each direction's: a few passages hardly vary in some directions.
+_RIDGE = 1e-3
+
 
 class LinearMap(nn.Linear):
     """The map z W^T of each slot z (Simple Context Compression, section 5.1; W_align of Read As Human, eq. 5)."""
@@ -57,6 +63,26 @@ class TwoLayerMap(nn.Module):
             self.inner.weight.normal_(std=1 / (size * self.inner.in_features**0.5))
             self.outer.weight.normal_(std=embedding_rms / (_GELU_POWER * self.outer.in_features) ** 0.5)
 
+    @torch.no_grad()
+    def fit(self, slots: Tensor, embeddings: Tensor) -> None:
+        """Start as the least-squares map from slots (n, slot_dim) to embeddings (n, dim): a linear one, through GELU.
+
+        Not in the papers, which do not say how their maps start. A frozen decoder can only read vectors that look like
+        its embeddings, and a small one hardly gets there from a random map.
+        """
+        slots = slots.to(self.inner.weight.dtype)
+        if self.norm is not None:
+            slots = self.norm(slots)
+        weight, bias = _least_squares(slots, embeddings)
+        line = slots.double() @ weight.T + bias
+        center = line.mean(0)
+        scale = _NEARLY_LINEAR / line.std().clamp(min=1e-12)
+        self.inner.weight.copy_(scale * weight)
+        self.inner.bias.copy_(scale * (bias - center))
+        weight, bias = _least_squares(F.gelu(scale * (line - center)), embeddings)
+        self.outer.weight.copy_(weight)
+        self.outer.bias.copy_(bias)
+
     def forward(self, slots: Tensor) -> Tensor:
         """Map slots to input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
         slots = slots.to(self.inner.weight.dtype)
@@ -64,6 +90,20 @@ class TwoLayerMap(nn.Module):
             slots = self.norm(slots)
         mapped: Tensor = self.outer(F.gelu(self.inner(slots)))
         return mapped
+
+
+def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight and bias, in float64, of the affine map with the least squared error, slightly regularized.
+
+    Shape: (n, in), (n, out) -> (out, in), (out,)
+    """
+    inputs, outputs = inputs.double(), outputs.double()
+    mean_in, mean_out = inputs.mean(0), outputs.mean(0)
+    centered = inputs - mean_in
+    gram = centered.T @ centered
+    gram.diagonal().add_(_RIDGE * gram.diagonal().mean() + 1e-12)
+    weight = torch.linalg.solve(gram, centered.T @ (outputs - mean_out)).T
+    return weight, mean_out - weight @ mean_in
 
 
 class SlotWrap(nn.Module):

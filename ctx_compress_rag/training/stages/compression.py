@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.bundle import Bundle
@@ -18,6 +18,7 @@ from ctx_compress_rag.bundle.files import CONFIG_FILE, read_bundle_config
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
+from ctx_compress_rag.methods.base.projections import TwoLayerMap
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
@@ -26,6 +27,7 @@ from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.soft_context import check_ratio_divides_window
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
+from ctx_compress_rag.text.tokenizing import text_ids
 from ctx_compress_rag.training.config import Recipe
 from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers
 from ctx_compress_rag.training.engine.loop import Collate, TrainingJob, training_processes
@@ -65,6 +67,8 @@ class CompressionRecipe(Recipe):
     the bundle's matrices in 8 bits. `sources`, `decoder_license` and `limits` go into its model card.
 
     Without a `curriculum` (ours: decoders as small as the demo's cannot start at coarse ratios), all `ratios` train.
+    With `fit_passages` (ours) a map of two layers starts as the least-squares map, on this many of the data's passages,
+    from slots at 1x to their tokens' embeddings: it helps decoders that are frozen.
     """
 
     packed: ClassVar[bool] = False
@@ -82,6 +86,7 @@ class CompressionRecipe(Recipe):
     ratios: list[int] = Field(default=[4, 8, 16, 32, 64, 128], min_length=1)
     window: int = Field(default=1024, gt=0)
     curriculum: list[RatioStep] = Field(default=[])
+    fit_passages: int = Field(default=0, ge=0)
     int8: bool = False
     sources: list[SourceConfig] = Field(default=[])
     decoder_license: str | None = None
@@ -113,8 +118,8 @@ class CompressionRecipe(Recipe):
             raise ValueError("give either decoder (a folder, hub id or GGUF file) or bundle (made by an earlier stage)")
         if self.decoder and (self.method is None or not self.name):
             raise ValueError("a new bundle needs a name and a method: give both")
-        if self.bundle and (self.revision or self.teacher):
-            raise ValueError("a bundle has its own revision and teacher: leave them out")
+        if self.bundle and (self.revision or self.teacher or self.fit_passages):
+            raise ValueError("a bundle has its own: leave revision, teacher and fit_passages out")
         if self.method is not None:  # otherwise it is the bundle's, which may not exist until an earlier stage has run
             self.method.check_ratios(self.base_ratio, self.ratios)
         # Training pools each of a passage's windows separately; a store merges slots across windows.
@@ -237,7 +242,29 @@ def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundl
     bundle = Bundle.build(config, backbone, teacher=recipe.teacher)
     slots = [torch.from_numpy(soft.slots) for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
     bundle.reader.initialize(float(torch.cat(slots).pow(2).mean().sqrt()))
+    if recipe.fit_passages:
+        fit_reader(bundle, list(dict.fromkeys(p for e in examples for p in e.passages))[: recipe.fit_passages])
     return bundle
+
+
+def fit_reader(bundle: Bundle, texts: Sequence[str]) -> None:
+    """Fit a bundle's reader to map the slots of texts at 1x to the mean embeddings of their tokens.
+
+    Raises ConfigError if its map has not two layers.
+    """
+    if not isinstance(bundle.reader.projection, TwoLayerMap):
+        raise ConfigError(
+            f"fit_passages needs a map of two layers, which {bundle.config.method.name} lacks: leave it out"
+        )
+    softs = bundle.compress(texts, ratio=1)
+    targets: list[Tensor] = []
+    with torch.no_grad():
+        for text, soft in zip(texts, softs, strict=True):
+            ids = torch.tensor(text_ids(bundle.tokenizer, text), device=bundle.backbone.device)
+            embedded = bundle.backbone.inputs.embed(ids).float()
+            targets += [part.mean(0) for part in embedded.split(soft.token_counts.tolist())]
+    slots = torch.cat([torch.from_numpy(soft.slots) for soft in softs]).to(bundle.backbone.device)
+    bundle.reader.projection.fit(slots, torch.stack(targets))
 
 
 def _compare_decoders(teacher: Path, decoder: str) -> None:
