@@ -58,7 +58,7 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
     """Make a recipe from its keys and values. Raise ConfigError, which names `where`, if one of them is invalid."""
     stage = settings.get("stage") if isinstance(settings, dict) else None
     for folder in FOLDERS:
-        if stage not in STAGES:
+        if stage not in list(STAGES):  # it may be anything, also what has no hash
             import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
     if stage is None:
         stages = ", ".join(sorted(STAGES))

@@ -41,7 +41,7 @@ _MAY_CHANGE = {
 
 
 def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = None) -> Path:
-    """Run a recipe to its end, by `accelerate launch` in several processes, and return its output folder.
+    """Run a recipe to its end, and return its output folder; `accelerate launch` shares each batch among processes.
 
     Args:
         path: a YAML file, or the name of a shipped recipe.

@@ -97,7 +97,7 @@ class CompressionRecipe(Recipe):
     def _of_the_bundle(cls, settings: Any) -> Any:
         """Fill in what the bundle says, unless it does not exist yet because an earlier stage makes it."""
         bundle = settings.get("bundle") if isinstance(settings, dict) else None
-        if bundle is None:
+        if not isinstance(bundle, str | Path):  # none, or refused for its type
             return settings
         folder = SHIPPED.get(str(bundle)) or Path(bundle)
         settings = settings | {"bundle": folder}
