@@ -1,5 +1,6 @@
 """Fixtures shared by the tests: tiny real bundles with random weights."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,15 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+gc.disable()  # what imports make stays: looking through it again and again takes a fifth of their time
 settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_runtest_teardown() -> None:

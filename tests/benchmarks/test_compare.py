@@ -149,6 +149,7 @@ def results(folder: Path, name: str) -> Any:
     return json.loads((folder / "results" / f"{name}.json").read_text())
 
 
+@pytest.mark.slow
 def test_entries_start_from_the_merged_decoder_and_name_it(finished: Path, files: Path) -> None:
     pooled = results(finished, "pooled")
     assert pooled["interrupted"]

@@ -98,6 +98,7 @@ def test_cases_say_what_the_context_did(tiny_bundle: Any, tmp_path: Path) -> Non
     assert soft == "| soft context | 4x | 1.000 | 1.000 | 1.000 | 0.000 |"
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_table(
     bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_linear_probe_finds_what_slots_hold() -> None:
         assert low <= float((found.unsqueeze(2) == tokens[800:].unsqueeze(1)).any(1).float().mean()) <= high
 
 
+@pytest.mark.slow
 def test_a_probe_tells_a_passage_from_another() -> None:
     """Slots of one token give it away, so that answers are found in their own passage, and less often in others."""
     training, asked = (world_examples("train", seed, 200, max_turns=1, passages=(1,)) for seed in (3, 90))
@@ -214,6 +216,7 @@ def test_each_question_that_demonstrates_nothing_is_scored_once(tmp_path: Path, 
         drawn_apart(tasks, 4, 4, 12)
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_scores(
     tmp_path: Path, bundle_folder: Path, adaptive: Decoder, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

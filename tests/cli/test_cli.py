@@ -119,6 +119,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_loses_nothing(run: Any, bundle_folder: Path, tmp_path: Path) -> None:
     """Killed while embedding, then while compressing, then run to the end: the store of an uninterrupted run."""
     folder = write_docs(tmp_path / "docs", files=2)

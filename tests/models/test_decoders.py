@@ -9,11 +9,8 @@ from benchmarks.decoders.methods import try_methods
 from benchmarks.decoders.outcome import YES
 from benchmarks.decoders.trial import try_decoder
 
-# One of each kind of layer, and wrappers.
-TYPES = [
-    "deepseek_v3", "falcon_h1", "gemma3", "gemma3n_text", "gpt_oss", "granite", "lfm2_moe", "llama", "llama4_text",
-    "mamba2", "mistral3", "phi3", "qwen3_5_text", "rwkv",
-]  # fmt: skip
+# One of each kind of layer.
+TYPES = ["deepseek_v3", "falcon_h1", "gemma3", "gpt_oss", "llama", "qwen3_5_text"]
 
 
 @pytest.mark.parametrize("name", TYPES)

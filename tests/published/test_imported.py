@@ -148,7 +148,12 @@ PLACES = {
 SHOWN, IMPORTS, USE = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("command", [line for line in IMPORTS.splitlines() if not line.startswith("#")])
+COMMANDS = [line for line in IMPORTS.splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize(
+    "command", [COMMANDS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS[1:])]
+)
 def test_the_pages_commands_lead_to_an_answer(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
