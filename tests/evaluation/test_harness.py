@@ -181,9 +181,9 @@ def test_a_limit_spreads_over_the_file() -> None:
     assert spread_examples(questions, 200) == questions
 
 
-LOGGED = questions_of(world_examples("test", 0, 5, max_turns=1, passages=(1,)))
+LOGGED = questions_of(world_examples("test", 0, 3, max_turns=1, passages=(1,)))
 RATIOS, AT_ONCE = (4, 8), 2
-CALLS = 6 * 3  # full text, nothing, and two systems at two ratios; 5 questions, 2 at once
+CALLS = 6 * 2  # full text, nothing, and two systems at two ratios; 3 questions, 2 at once
 
 
 class Asked:
@@ -240,7 +240,7 @@ def test_an_interrupted_run_continues_from_its_answers(
 def test_answers_of_another_run_are_not_taken(tiny_bundle: Any, asked: Asked, tmp_path: Path) -> None:
     log = tmp_path / "answers.jsonl"
     scored(tiny_bundle, LOGGED, log)
-    for others, options in ((LOGGED[:4], {}), (LOGGED, {"extractive": True}), (LOGGED, {})):
+    for others, options in ((LOGGED[:2], {}), (LOGGED, {"extractive": True}), (LOGGED, {})):
         asked.calls = 0
         scored(tiny_bundle, others, log, **options)
         assert asked.calls == 6 * -(-len(others) // AT_ONCE)

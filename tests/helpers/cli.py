@@ -27,7 +27,7 @@ def save_bundle(bundle: Any, folder: Path, seed: int = 1) -> Path:
 
 
 def paragraphs(seed: int) -> list[str]:
-    return World("dev", seed).passages()
+    return World("dev", seed).passages()[:5]
 
 
 def write_docs(folder: Path, files: int = 3) -> Path:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from helpers.server import free_port
 
 FORKS: Any = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["ctx_compress_rag.indexing.build", "sentence_transformers", "peft"])
+FORKS.set_forkserver_preload(["ctx_compress_rag.indexing.build", "peft"])
 
 COMMAND = "import sys; from ctx_compress_rag.cli import main; sys.exit(main(sys.argv[1:]))"
 """The program `ctx-compress`."""

@@ -266,6 +266,11 @@ GERMAN = "Im Jahr 1911 nahm das Hochwasser die alte Mühle mit, und ihr Besitzer
 CHINESE = "那一年洪水冲走了河边的老磨坊。主人把剩下的卖给了镇上。镇上在那里建了一所学校。然后他们搬到了山上的新房子里。"
 
 
+@pytest.fixture(scope="module")
+def shipped() -> Bundle:
+    return Bundle.from_pretrained(DEFAULT_BUNDLE)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -276,8 +281,10 @@ CHINESE = "那一年洪水冲走了河边的老磨坊。主人把剩下的卖给
         (CHINESE, ["English"]),
     ],
 )
-def test_what_is_read_badly_is_warned_of(caplog: pytest.LogCaptureFixture, text: str, said: list[str]) -> None:
-    fit = IndexFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+def test_what_is_read_badly_is_warned_of(
+    shipped: Bundle, caplog: pytest.LogCaptureFixture, text: str, said: list[str]
+) -> None:
+    fit = IndexFit(shipped)
     for number in range(2):
         fit.look(Passage(text, f"p{number}"))
     fit.warn()
@@ -286,8 +293,8 @@ def test_what_is_read_badly_is_warned_of(caplog: pytest.LogCaptureFixture, text:
         assert record.args[:2] == (2, "p0") and part in record.getMessage()
 
 
-def test_a_question_in_another_language_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    fit = IndexFit(Bundle.from_pretrained(DEFAULT_BUNDLE))
+def test_a_question_in_another_language_is_warned_of_once(shipped: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+    fit = IndexFit(shipped)
     for question, said in ((ENGLISH, 0), ("Wie lange dauert die Garantie der Pumpe?", 1), (CHINESE, 1)):
         fit.warn_of_question(question)
         assert len(caplog.records) == said
@@ -298,7 +305,7 @@ def test_retrieval_is_by_cosine_of_minilm(index: PassageIndex, tmp_path: Path) -
     for asked, error in (([question], StoreError), ([question, " \n"], ConfigError)):
         with pytest.raises(error, match="holds no passages|question is empty"):
             index.search(asked, 4)
-    update(index, write_docs(tmp_path / "docs"))
+    update(index, write_docs(tmp_path / "docs", files=1))
     texts = {id: row[0] for id, row in contents(tmp_path / "chroma").items()}
     encoder = minilm()
     similar = encoder.similarity(encoder.encode(question), encoder.encode(list(texts.values())))[0].tolist()
@@ -314,7 +321,7 @@ def test_a_named_part_comes_first_and_copies_take_one_place(index: PassageIndex,
     """MiniLM alone tells the numbers apart badly; each text is in three files, and one number in two texts."""
     docs = tmp_path / "docs"
     docs.mkdir()
-    numbers = [f"{kind}{1000 + 137 * n}-{'ABCD'[n % 4]}" for n, kind in enumerate(("PX", "QT", "RV", "ZK") * 8)]
+    numbers = [f"{kind}{1000 + 137 * n}-{'ABCD'[n % 4]}" for n, kind in enumerate(("PX", "QT", "RV", "ZK") * 3)]
     parts = [
         f"Part {number} is a pump. It weighs {n} kg and costs {9 * n + 10} euros." for n, number in enumerate(numbers)
     ]
@@ -392,15 +399,15 @@ def test_the_report_is_of_one_store_and_one_decoder_and_a_second_run_compresses_
     bundle_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = wikipedia_corpus()
-    corpus = replace(whole, passages=whole.passages[:8], questions=whole.questions[:4])
+    corpus = replace(whole, passages=whole.passages[:4], questions=whole.questions[:2])
     monkeypatch.setattr(demo, "wikipedia_corpus", lambda: corpus)
     monkeypatch.setattr(demo, "_ANSWER_TOKENS", 6)
     folder = tmp_path / "chroma"
     report = run_demo(folder, str(bundle_folder))
-    assert (report.stored.added, report.stored.unchanged) == (8, 0)
+    assert (report.stored.added, report.stored.unchanged) == (4, 0)
     labels = {"full text": None, "compressed 4x": 4, "compressed 8x": 8, "compressed 16x": 16, "no context": None}
     assert [(system.label, system.ratio) for system in report.systems] == list(labels.items())
-    assert report.retrieved == 4
+    assert report.retrieved == 2
     full, *soft, none = report.systems
     for system in report.systems:
         expected = [token_f1(a, q.answers) for a, q in zip(system.answers, corpus.questions, strict=True)]
@@ -418,7 +425,7 @@ def test_the_report_is_of_one_store_and_one_decoder_and_a_second_run_compresses_
     capsys.readouterr()
     assert main(["demo", "--index", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert f"all 8 passages found in {folder}: nothing compressed" in out
+    assert f"all 4 passages found in {folder}: nothing compressed" in out
     for system in report.systems:
         line = next(line for line in out.splitlines() if line.startswith(f"| {system.label} |"))
         assert f"{system.score:.2f}" in line and f"{system.stored_bytes:,}" in line

@@ -17,16 +17,16 @@ from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages
 from ctx_compress_rag.store.place import StoreFolder
 from helpers.store import WordBundle, passage
 
-QUICK: Any = {"hnsw": {"space": "cosine", "sync_threshold": 20, "batch_size": 20}}
-"""An index that reaches the disk after twenty records."""
+QUICK: Any = {"hnsw": {"space": "cosine", "sync_threshold": 10, "batch_size": 10}}
+"""An index that reaches the disk after ten records."""
 
 
 def lose(folder: Path, add: Callable[[int, int], None]) -> None:
-    """Add 20 records, then 20 more of which the index on disk knows nothing, as after a kill."""
-    add(0, 20)
+    """Add 10 records, then 10 more of which the index on disk knows nothing, as after a kill."""
+    add(0, 10)
     [index] = [path for path in folder.iterdir() if path.is_dir()]
     before = Path(shutil.copytree(index, folder.parent / "before"))
-    add(20, 40)
+    add(10, 20)
     shutil.rmtree(index)
     shutil.copytree(before, index)
 
@@ -39,7 +39,7 @@ def collection(folder: Path, name: str, metadata: Any = None) -> tuple[Any, chro
 
 def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "chroma"
-    passages = [make_index_passage(passage(n, 6), f"file{n}.txt", "/docs") for n in range(40)]
+    passages = [make_index_passage(passage(n, 6), f"file{n}.txt", "/docs") for n in range(20)]
 
     def add(start: int, end: int) -> None:
         client, raw = collection(folder, COLLECTION, {"ctx_bundle": "words", "ctx_embedder": PACKAGED})
@@ -56,7 +56,7 @@ def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with PassageIndex(str(folder), bundle, "words", None, PACKAGED) as index:
         assert index.interrupted
         lost = index.mend()
-        assert sorted(lost) == sorted(str(each.id) for each in passages[20:])
+        assert sorted(lost) == sorted(str(each.id) for each in passages[10:])
         for [hit], each in zip(index.search([each.text for each in passages], 1), passages, strict=True):
             assert (hit.id, hit.source) == (each.id, each.metadata["source"])
         assert index.mend() == [] and not index.interrupted
@@ -92,7 +92,7 @@ def test_vectors_come_before_slots_and_go_after_them(index: PassageIndex, monkey
 
 def test_of_an_apps_own_collection_they_are_reported_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "chroma"
-    vectors = np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
+    vectors = np.random.default_rng(0).normal(size=(20, 8)).astype("float32")
 
     def add(start: int, end: int) -> None:
         client, raw = collection(folder, "docs")
@@ -104,12 +104,12 @@ def test_of_an_apps_own_collection_they_are_reported_and_left(tmp_path: Path, ca
     lose(folder, add)
     _, raw = collection(folder, "docs")
     with SoftContextStore(raw, WordBundle(), key=b"k" * 16) as store:
-        assert store.sync(raw, progress=False).added == 40
-        assert "20 records of the collection 'docs' are in no search result (first: 'p20')" in caplog.text
+        assert store.sync(raw, progress=False).added == 20
+        assert "10 records of the collection 'docs' are in no search result (first: 'p10')" in caplog.text
         caplog.clear()
-        assert store.sync(raw, progress=False).unchanged == 40
+        assert store.sync(raw, progress=False).unchanged == 20
         assert "in no search result" in caplog.text  # they were not touched
-        raw.upsert([f"p{n}" for n in range(20, 40)], vectors[20:])
+        raw.upsert([f"p{n}" for n in range(10, 20)], vectors[10:])
         caplog.clear()
         store.sync(raw, progress=False)
         assert not caplog.records

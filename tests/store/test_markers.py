@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -303,26 +303,33 @@ def spoil(folder: Path, name: str) -> None:
     raw.update(ids=keys[1:], metadatas=[DAMAGE[name](row, other)])
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_changed_record_is_refused_and_made_anew(tmp_path: Path, name: str) -> None:
-    bundle = WordBundle()
-    with SoftContextStore(tmp_path, bundle, key=KEY) as store:
+@pytest.fixture(scope="module")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, SoftContextStore]]:
+    """A folder and its store of p0 to p2, for tests that mend what they damage."""
+    folder = tmp_path_factory.mktemp("mended")
+    with SoftContextStore(folder, WordBundle(), key=KEY) as store:
         add(store, 3)
-        markers = [store.split(marker)[0] for marker in store.markers(["p0", "p1", "p2"], 4)]
-        spoil(tmp_path, name)
-        if name in ("a payload cut short", "another passage's payload"):  # the text is still good
-            assert store.get_passages(["p1"])[0].text == passage(1)
-        reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.read(markers[:2])[1].soft]
-        if name in ("a text that is none", "another passage's text alone"):  # which slots do without
-            reads = [lambda: store.get_passages(["p1"])]
-        for read in reads:
-            with pytest.raises((PayloadError, KeyError), match="'p1' is damaged.*add it again|no passage"):
-                read()
-        assert_same(store.get(["p2"])[0], bundle.at(passage(2), 4))
-        assert store.discard_damaged() == ["p1"]
-        assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
-        assert_same(store.read(markers)[1].soft, bundle.at(passage(1), 4))
-        assert store.discard_damaged() == []
+        yield folder, store
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_changed_record_is_refused_and_made_anew(mended: tuple[Path, SoftContextStore], name: str) -> None:
+    folder, store = mended
+    markers = [store.split(marker)[0] for marker in store.markers(["p0", "p1", "p2"], 4)]
+    spoil(folder, name)
+    if name in ("a payload cut short", "another passage's payload"):  # the text is still good
+        assert store.get_passages(["p1"])[0].text == passage(1)
+    reads: list[Callable[[], Any]] = [lambda: store.get(["p1"]), lambda: store.read(markers[:2])[1].soft]
+    if name in ("a text that is none", "another passage's text alone"):  # which slots do without
+        reads = [lambda: store.get_passages(["p1"])]
+    for read in reads:
+        with pytest.raises((PayloadError, KeyError), match="'p1' is damaged.*add it again|no passage"):
+            read()
+    assert_same(store.get(["p2"])[0], WordBundle().at(passage(2), 4))
+    assert store.discard_damaged() == ["p1"]
+    assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
+    assert_same(store.read(markers)[1].soft, WordBundle().at(passage(1), 4))
+    assert store.discard_damaged() == []
 
 
 def test_a_record_of_another_collection_is_refused(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def test_the_average_is_saved_also_after_an_interruption(decoder: Path, tmp_path
         settings = {**alike, "steps": steps, "muon_learning_rate": 1e-2, **optim}
         return write_recipe(decoder, "adapter", tmp_path / output, settings)
 
-    after = [load_file(run_recipe(recipe(str(n), n)) / "adapter_model.safetensors") for n in range(1, 6)]
-    cut = recipe("cut", 5, average=0.6)
+    after = [load_file(run_recipe(recipe(str(n), n)) / "adapter_model.safetensors") for n in range(1, 5)]
+    cut = recipe("cut", 4, average=0.6)
     with killed(after=3):
         run_recipe(cut)
     averaged = load_file(run_recipe(cut) / "adapter_model.safetensors")
@@ -116,7 +116,7 @@ def test_layers_with_lora_share_their_compiled_code(monkeypatch: pytest.MonkeyPa
         torch.nn.Module, "compile", lambda layer, dynamic: compile_with(layer, backend=trace, dynamic=dynamic)
     )
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0))
     compile_decoder_layers(model.get_base_model(), dynamic)
