@@ -29,7 +29,7 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.plots import new_figure, save_figure
-from ctx_compress_rag.evaluation.statistics import ConfidenceInterval
+from ctx_compress_rag.evaluation.report import ConfidenceInterval
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.engine.saved_states import write_json
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder

@@ -42,9 +42,11 @@ from ctx_compress_rag.evaluation.answering import (
     Key,
     SystemAnswers,
     answer_questions,
+    count_tokens,
+    extract_sentences,
     question_chat,
+    truncate_passages,
 )
-from ctx_compress_rag.evaluation.baselines import count_tokens, extract_sentences, truncate_passages
 from ctx_compress_rag.evaluation.harness import score_each_answer
 from ctx_compress_rag.evaluation.questions import Question, questions_digest, questions_of
 from ctx_compress_rag.marking.budget import nearest_sentences

@@ -54,7 +54,7 @@ def eval_(
     from benchmarks.timing.cost import CostTable
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.evaluation.answering import EvaluationOptions
-    from ctx_compress_rag.evaluation.sets import Extra, evaluate_sets, question_sets
+    from ctx_compress_rag.evaluation.harness import Extra, evaluate_sets, question_sets
 
     judging = None if judge is None else load_judge(judge)
     sets = question_sets(data, questions, passages)
@@ -96,7 +96,7 @@ def confidence(
     """Score answers with a threshold on their log-probabilities, chosen on half of the questions."""
     from benchmarks.scoring.confidence import confidence_table, sure_answers
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.evaluation.sets import question_sets
+    from ctx_compress_rag.evaluation.harness import question_sets
 
     [asked] = question_sets([data], questions).values()
     print(confidence_table(sure_answers(Bundle.from_pretrained(bundle), asked, ratio)))
@@ -117,7 +117,7 @@ def probe(
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.data.examples import read_jsonl, spread_examples
     from ctx_compress_rag.data.held_out import HeldOut
-    from ctx_compress_rag.evaluation.sets import question_sets
+    from ctx_compress_rag.evaluation.harness import question_sets
 
     [asked] = question_sets([held_out], questions).values()
     apart = HeldOut(read_jsonl(held_out, unanswerable=True)).without(read_jsonl(training), training)

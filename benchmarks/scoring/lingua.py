@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.baselines import count_tokens, truncate_passages
+from ctx_compress_rag.evaluation.answering import count_tokens, truncate_passages
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 

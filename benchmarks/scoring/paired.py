@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ctx_compress_rag.evaluation.statistics import ConfidenceInterval
+from ctx_compress_rag.evaluation.report import ConfidenceInterval
 
 _RESAMPLES = 2000
 

@@ -8,9 +8,8 @@ from typing import Any
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SystemAnswers
-from ctx_compress_rag.evaluation.harness import SystemScore
+from ctx_compress_rag.evaluation.harness import SetScores, SystemScore
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.evaluation.sets import SetScores
 from ctx_compress_rag.text.answers import contains_answer
 
 _CASES = {"TT": "always", "TF": "only without context", "FT": "only from full text", "FF": "never"}

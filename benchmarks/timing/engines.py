@@ -13,7 +13,7 @@ from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import question_chat
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.evaluation.statistics import standard_error
+from ctx_compress_rag.evaluation.report import standard_error
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.store import SoftContextStore

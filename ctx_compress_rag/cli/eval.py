@@ -41,8 +41,8 @@ def eval_(
     that the bundle was trained for.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
+    from ctx_compress_rag.evaluation.harness import evaluate_sets, question_sets
     from ctx_compress_rag.evaluation.plots import new_figure
-    from ctx_compress_rag.evaluation.sets import evaluate_sets, question_sets
     from ctx_compress_rag.store.codec import check_codec
     from ctx_compress_rag.text.sentences import split_sentences
 

@@ -13,7 +13,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import answering, report
 from ctx_compress_rag.evaluation.answering import DEFAULT, EXTRACTED, FULL, NONE, SOFT, Key
 from ctx_compress_rag.evaluation.questions import Question
-from ctx_compress_rag.evaluation.statistics import standard_error
+from ctx_compress_rag.evaluation.report import standard_error
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.text.answers import normalize_answer, token_f1
 

@@ -1,6 +1,12 @@
-"""Answer questions from contexts that are shortened in different ways (systems); soft contexts go through a store."""
+"""Answer questions from contexts that are shortened in different ways (systems); soft contexts go through a store.
 
+A baseline keeps one text per passage, in order (empty if nothing of a passage is left), so that prompts are built as
+from the full passages. Its budget, the most tokens of all passages together, is what the soft context takes.
+"""
+
+import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +19,15 @@ from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder, is_server_address
 from ctx_compress_rag.decoding.sampling import Sampling
-from ctx_compress_rag.evaluation.answer_log import AnswerLog
-from ctx_compress_rag.evaluation.baselines import extract_sentences, truncate_passages
 from ctx_compress_rag.evaluation.questions import Question, questions_digest
-from ctx_compress_rag.marking.budget import nearest_sentences
+from ctx_compress_rag.marking.budget import (
+    NOTHING,
+    Budget,
+    RetrievedText,
+    ScoredSentence,
+    ShownPassage,
+    nearest_sentences,
+)
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import embed_passages, embed_questions
 from ctx_compress_rag.prompt import Message
@@ -199,7 +210,7 @@ def answer_with_systems(
     questions: Sequence[Question],
     keys: Sequence[Key],
     sampling: Sampling,
-    log: AnswerLog | None = None,
+    log: "AnswerLog | None" = None,
 ) -> SystemAnswers:
     """Return the answers of each system at its ratio; those that the log has are not generated again."""
     answers: SystemAnswers = {}
@@ -234,3 +245,93 @@ def question_chat(template: str, texts: Sequence[str], question: str) -> Sequenc
 
 def _joined(texts: Sequence[str]) -> str:
     return PASSAGE_SEPARATOR.join(filter(None, texts))
+
+
+class AnswerLog:
+    """A JSONL file with a line that says what answers depend on (`about`), then a line for each answer.
+
+    A file of the same run is continued, any other file is replaced. If a line was deleted, or a second process wrote
+    one, later answers of the system do not belong to its next question, so they are given again.
+    """
+
+    def __init__(self, file: str | Path, about: Mapping[str, Any], questions: Sequence[Question]) -> None:
+        self._file = Path(file)
+        self._given: dict[tuple[str, int | None], list[tuple[str, int]]] = defaultdict(list)
+        head = json.dumps({"run": about}, ensure_ascii=False)
+        lines: list[str] = []
+        if self._file.is_file():
+            with self._file.open(encoding="utf-8", errors="replace") as there:
+                lines = there.readlines()
+        kept = [f"{head}\n"]
+        for line in lines[1:] if lines[:1] == kept else []:
+            try:
+                row = json.loads(line if line.endswith("\n") else "")
+                given, answer = self._given[row["system"], row["ratio"]], (row["answer"], row["prompt_tokens"])
+                fits = row["question"] == questions[len(given)].question
+            except (ValueError, TypeError, LookupError):
+                continue  # cut off when the run was interrupted, damaged, or of a question too many
+            if fits:
+                given.append(answer)
+                kept.append(line)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text("".join(kept), encoding="utf-8")
+
+    def given(self, key: tuple[str, int | None]) -> list[tuple[str, int]]:
+        """Return a system's answers at a ratio so far, in the questions' order, each with its prompt's token count."""
+        return list(self._given[key])
+
+    def add(self, key: tuple[str, int | None], asked: Sequence[Question], given: Sequence[tuple[str, int]]) -> None:
+        """Append a system's answers to its next questions; `given` has the form that the method `given` returns."""
+        rows = [
+            {"system": key[0], "ratio": key[1], "question": q.question, "accepted": list(q.answers)}
+            | {"answer": answer, "prompt_tokens": tokens}
+            for q, (answer, tokens) in zip(asked, given, strict=True)
+        ]
+        with self._file.open("a", encoding="utf-8") as out:
+            out.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+
+
+def truncate_passages(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
+    """Return the first tokens of each passage as text; the passages share the budget in proportion to their lengths.
+
+    Shares are whole tokens by the method of largest remainders, so that they sum to the budget; passages within it stay
+    whole. The tokenizer must be a fast one, because offsets are needed.
+    """
+    lengths = [count_tokens(text, tokenizer) for text in passages]
+    total = sum(lengths)
+    if total <= budget:
+        return list(passages)
+    shares = [budget * length // total for length in lengths]
+    by_remainder = sorted(range(len(lengths)), key=lambda i: (-(budget * lengths[i] % total), i))
+    for i in by_remainder[: budget - sum(shares)]:
+        shares[i] += 1
+    return [_head(text, tokenizer, share) for text, share in zip(passages, shares, strict=True)]
+
+
+def extract_sentences(
+    near: Sequence[Sequence[ScoredSentence]], tokens: Callable[[str], Sequence[int]], budget: int
+) -> list[str]:
+    """Return, per passage, its sentences nearest to the question that fit, in order; the first that does not is cut."""
+
+    def count(shown: Sequence[ShownPassage]) -> int:
+        return len(tokens(PASSAGE_SEPARATOR.join(each.text for each in shown if each.text)))
+
+    passages = [RetrievedText("", sentences=own) for own in near]
+    return [each.text for each in Budget(passages, budget, count).with_sentences([NOTHING] * len(near))]
+
+
+def count_tokens(text: str, tokenizer: Any) -> int:
+    """Return the number of tokens of a text, without special tokens."""
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _head(text: str, tokenizer: Any, tokens: int) -> str:
+    """Return the longest start of a text that ends with one of its tokens and has at most `tokens` by itself."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    if len(offsets) <= tokens:
+        return text
+    for keep in range(tokens, 0, -1):
+        head = text[: offsets[keep - 1][1]]
+        if count_tokens(head, tokenizer) <= tokens:
+            return head
+    return ""

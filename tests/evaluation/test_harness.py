@@ -15,7 +15,6 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.evaluation import answering, harness
-from ctx_compress_rag.evaluation.answer_log import AnswerLog
 from ctx_compress_rag.evaluation.answering import (
     BEST,
     DEFAULT,
@@ -25,16 +24,23 @@ from ctx_compress_rag.evaluation.answering import (
     NONE,
     SOFT,
     TRUNCATED,
+    AnswerLog,
     Answers,
     SystemAnswers,
     answer_questions,
     answer_with_systems,
     evaluation_stores,
+    truncate_passages,
 )
-from ctx_compress_rag.evaluation.baselines import truncate_passages
-from ctx_compress_rag.evaluation.harness import compared_systems, evaluate, score_table
+from ctx_compress_rag.evaluation.harness import (
+    compared_systems,
+    evaluate,
+    evaluate_sets,
+    fitting_questions,
+    question_sets,
+    score_table,
+)
 from ctx_compress_rag.evaluation.questions import Question, questions_of
-from ctx_compress_rag.evaluation.sets import evaluate_sets, fitting_questions, question_sets
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
