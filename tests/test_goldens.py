@@ -16,7 +16,7 @@ from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.store import SoftContextStore, codec, records
 from ctx_compress_rag.store.marker import Marker
-from ctx_compress_rag.text.units import split_passage
+from ctx_compress_rag.text.sentences import split_passage
 from ctx_compress_rag.training.run import run_recipe
 from helpers.store import assert_same
 from helpers.training import killed, save_decoder, write_recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ctx_compress_rag.decoding.engines.llama_cpp_context import load_llama_cpp
-from ctx_compress_rag.models.gguf_tokenizer import BY_NAME, gguf_tokenizer
+from ctx_compress_rag.models.gguf import BY_NAME, gguf_tokenizer
 
 _SIZE = 4000
 _ORDINARY = [

@@ -16,7 +16,7 @@ from benchmarks.timing.phases import measured
 from benchmarks.timing.speed import seconds_of
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.engines.sharing import merged_model
+from ctx_compress_rag.decoding.engines.transformers import merged_model
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.prompt import PromptLike

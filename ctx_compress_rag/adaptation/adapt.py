@@ -14,7 +14,7 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.engines.transformers import TransformersEngine
 from ctx_compress_rag.errors import ConfigError, short_repr
-from ctx_compress_rag.frameworks.llm import DecoderLLM
+from ctx_compress_rag.frameworks import DecoderLLM
 from ctx_compress_rag.prompt import Prompt, Side
 from ctx_compress_rag.text.chat import answer_ids
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, TEMPLATES, question_messages

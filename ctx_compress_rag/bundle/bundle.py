@@ -16,8 +16,7 @@ from torch import Tensor
 from ctx_compress_rag.bundle import files
 from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.bundle.files import TEACHER
-from ctx_compress_rag.bundle.identity import bundle_fingerprint, decoder_digest, state_digest
+from ctx_compress_rag.bundle.files import TEACHER, bundle_fingerprint, decoder_digest, state_digest
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import Compressor, TokenizedPassage
@@ -26,10 +25,9 @@ from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pin_gguf
 from ctx_compress_rag.models.identity import write_decoder
-from ctx_compress_rag.models.int8 import weights_from_int8, weights_to_int8
 from ctx_compress_rag.models.loading import INT8_FILE, open_decoder, progress_line
-from ctx_compress_rag.models.state import load_own_tensors, own_buffers
 from ctx_compress_rag.models.transformers_internals import hub_commit
+from ctx_compress_rag.models.weights import load_own_tensors, own_buffers, weights_from_int8, weights_to_int8
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.soft_context import SoftContext, check_ratio_divides_window
 from ctx_compress_rag.strict import as_int

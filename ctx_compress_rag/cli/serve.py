@@ -67,9 +67,8 @@ def serve(
     from ctx_compress_rag.indexing.retrieval import IndexRetrieval
     from ctx_compress_rag.marking.mark import Marking
     from ctx_compress_rag.server import run
-    from ctx_compress_rag.server.api_keys import find_api_keys
     from ctx_compress_rag.server.app import create_app
-    from ctx_compress_rag.server.guard import ServerLimits
+    from ctx_compress_rag.server.guard import ServerLimits, find_api_keys
     from ctx_compress_rag.store import SoftContextStore
 
     options = shared.engine_options(engine, server_key, weights=weights, batch_size=batch_size)

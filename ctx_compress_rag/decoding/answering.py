@@ -6,11 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from ctx_compress_rag.decoding.filters import (
+    Filter,
+    JsonFilter,
+    QuoteFilter,
+    Scores,
+    generation_filters,
+    generation_settings,
+)
 from ctx_compress_rag.decoding.logprobs import LogprobRecorder
-from ctx_compress_rag.decoding.quoting import QuoteFilter
 from ctx_compress_rag.decoding.sampling import FinishReason, Generation, Sampling
-from ctx_compress_rag.decoding.settings import Filter, Scores, generation_filters, generation_settings
-from ctx_compress_rag.decoding.structured import JsonFilter
 from ctx_compress_rag.prompt import Prompt
 
 _COLDEST = 1e-6

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ctx_compress_rag.decoding.settings import Scores
+from ctx_compress_rag.decoding.filters import Scores
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from ctx_compress_rag.store.record import FoundRecord
 from ctx_compress_rag.strict import as_positive_int, check_choice
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
 from ctx_compress_rag.text.quoting import find_quotations
-from ctx_compress_rag.text.template_words import answers_before, beside_passages, without_template
-from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
+from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR, answers_before, beside_passages, without_template
 from ctx_compress_rag.text.tokenizing import check_text_length
 
 logger = logging.getLogger(__name__)

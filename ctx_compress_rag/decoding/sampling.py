@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from ctx_compress_rag.decoding.filters import default_json_tokens, json_schema_text
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
-from ctx_compress_rag.decoding.structured import default_json_tokens, json_schema_text
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import check_known_options, faults_raised_as
 

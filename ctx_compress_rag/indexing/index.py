@@ -7,6 +7,7 @@ langchain-chroma and LlamaIndex can open it. The soft contexts are beside it (`S
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ from typing import Any, Self
 
 from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.exported import AnyBundle
-from ctx_compress_rag.errors import ConfigError, StoreError
+from ctx_compress_rag.errors import ConfigError, StoreError, needs
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
-from ctx_compress_rag.indexing.words import WordSearch
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages, embed_questions, load_embedder
 from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, StoreInfo
 from ctx_compress_rag.store.chroma_internals import has_chroma_database
@@ -28,6 +28,43 @@ from ctx_compress_rag.store.passage import passage_batches
 from ctx_compress_rag.store.place import StorePlace, check_store_folder_name, connect_store
 from ctx_compress_rag.store.record import owned_by_scope, passage_id, record_id
 from ctx_compress_rag.store.records import summarize_store
+
+_WORD = r"\w+"
+_LEADS = 3  # texts that words alone bring to the top, at most
+_FAR = 2.0
+"""How many times the score of the next text the last of them has. Measured: docs/command_line.md."""
+
+
+class WordSearch:
+    """An index of the words of distinct texts, without the commonest English ones."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        with needs("sentences"):
+            import bm25s
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # its own is DEBUG, whatever the app's is
+        self._texts = [text for text in texts if re.search(_WORD, text)]  # BM25 divides by the number of words
+        self._index = bm25s.BM25()
+        if self._texts:
+            self._index.index(self._words(self._texts), show_progress=False)
+
+    def leading(self, question: str) -> list[str]:
+        """Return the at most three texts whose scores are far above those of all others, the best first, or none."""
+        if not self._texts:
+            return []
+        most = min(_LEADS + 1, len(self._texts))
+        places, scores = self._index.retrieve(self._words([question]), k=most, show_progress=False)
+        found = [*scores[0].tolist(), 0.0]
+        for number in range(min(_LEADS, most)):
+            if found[number] > 0 and found[number] >= _FAR * found[number + 1]:
+                return [self._texts[place] for place in places[0][: number + 1]]
+        return []
+
+    @staticmethod
+    def _words(texts: list[str]) -> Any:
+        from bm25s import tokenize
+
+        return tokenize(texts, token_pattern=_WORD, stopwords="en", show_progress=False)
+
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +287,7 @@ def open_index(
 
             loaded = Bundle.from_pretrained(name, device=device, dtype=dtype)
         else:
-            from ctx_compress_rag.decoding.engines.opening import open_for_llama_cpp
+            from ctx_compress_rag.decoding.engines.llama_cpp import open_for_llama_cpp
 
             loaded = open_for_llama_cpp(name, llama_cpp)
         index = PassageIndex(place, loaded, _lasting(name), codec, asked or made_with)

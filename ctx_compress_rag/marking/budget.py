@@ -15,10 +15,10 @@ from typing import NamedTuple
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.models.sentence_embedding import embed_questions
 from ctx_compress_rag.store.marker import MAX_FACTOR
-from ctx_compress_rag.store.sentences import sentence_vectors, unpack_sentence_vectors
+from ctx_compress_rag.store.record import sentence_vectors, unpack_sentence_vectors
 from ctx_compress_rag.text.answers import CHARACTER
+from ctx_compress_rag.text.sentences import split_passage
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
-from ctx_compress_rag.text.units import split_passage
 
 # Where a sentence that is too long may be cut: Chinese and Japanese have no spaces.
 _WORD = re.compile(rf"{CHARACTER.pattern}|(?:(?!{CHARACTER.pattern})\S)+")

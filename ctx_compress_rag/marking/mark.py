@@ -62,7 +62,7 @@ def mark_texts(
 ) -> list[str]:
     """Return, for each retrieved text, what a prompt shows in its place: its marker, sentences, both, or the text.
 
-    `frameworks.postprocessor.MarkingPostprocessor` describes the options and the errors. Without `scores`, a budget
+    `frameworks.MarkingPostprocessor` describes the options and the errors. Without `scores`, a budget
     takes the first text as the best. A text is looked up by its id in `ids`, then by its hash, and stored under the
     hash if the id is None, cannot be stored, or belongs to another text. Markers in a text are expanded first, so that
     marking twice does not store a marker as a passage. In what stays text, markers lose their colon, so that no LLM

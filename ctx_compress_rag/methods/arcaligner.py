@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method
-from ctx_compress_rag.methods.base.projections import TwoLayerMap
-from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk, linear_layers, one_stream

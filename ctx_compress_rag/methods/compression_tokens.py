@@ -11,8 +11,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method
-from ctx_compress_rag.methods.base.projections import LinearMap
-from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.inputs import NO_TOKEN
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method
-from ctx_compress_rag.methods.base.projections import TwoLayerMap
-from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import layer_states
 

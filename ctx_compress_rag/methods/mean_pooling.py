@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method
-from ctx_compress_rag.methods.base.projections import LinearMap
-from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.models.backbone import Backbone
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from ctx_compress_rag.methods.base.compressor import (
 )
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method
-from ctx_compress_rag.methods.base.projections import TwoLayerMap
-from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import model_folder_digest
 from ctx_compress_rag.models.loading import progress_line

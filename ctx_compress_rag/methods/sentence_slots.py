@@ -15,8 +15,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.methods.base.compressor import Compressor, PassageSlots, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method
-from ctx_compress_rag.methods.base.projections import TwoLayerMap
-from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.models.sentence_embedding import PACKAGED

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ctx_compress_rag.models.gguf_architectures import ELSEWHERE, Architecture, architecture_of
-from ctx_compress_rag.models.gguf_metadata import FACTORS, gguf_config
-from ctx_compress_rag.models.state import own_tensors
+from ctx_compress_rag.models.gguf_metadata import ELSEWHERE, FACTORS, Architecture, architecture_of, gguf_config
+from ctx_compress_rag.models.weights import own_tensors
 
 # Ends of transformers' names, which the package gguf does not translate: a layer's tensors in a file, joined in order.
 _NAMES = {

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.models.state import own_tensors
+from ctx_compress_rag.models.weights import own_tensors
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _OF_WEIGHTS = ".index.json"

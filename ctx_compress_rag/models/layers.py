@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.models.state import name_without_peft
+from ctx_compress_rag.models.weights import name_without_peft
 
 PEFT_PREFIX = "base_model.model."  # the prefix that peft puts before the parameter names of a model that it adapts
 _ROUTERS = {"gate", "router"}

@@ -15,10 +15,9 @@ from tqdm.auto import tqdm
 
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file, open_gguf
-from ctx_compress_rag.models.int8 import weights_from_int8
 from ctx_compress_rag.models.proof import prove_once
-from ctx_compress_rag.models.state import load_own_tensors, own_tensors
 from ctx_compress_rag.models.transformers_internals import hub_commit
+from ctx_compress_rag.models.weights import load_own_tensors, own_tensors, weights_from_int8
 
 logger = logging.getLogger(__name__)
 

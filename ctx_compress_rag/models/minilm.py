@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from ctx_compress_rag.models.loading import progress_line
-from ctx_compress_rag.models.question_minilm import question_minilm
+from ctx_compress_rag.models.sentence_embedding import question_minilm
 from ctx_compress_rag.text.tokenizing import length_batches
 
 _BATCH_TOKENS = 2048

@@ -16,12 +16,9 @@ from ctx_compress_rag.indexing.retrieval import IndexRetrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server import requests
-from ctx_compress_rag.server.answers import gather_answers, stream_answer, unless_client_gone
-from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.faults import RequestError, error_response
-from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
-from ctx_compress_rag.server.metrics import ServerMetrics
-from ctx_compress_rag.server.replies import Kind, OpenAIReply
+from ctx_compress_rag.server.guard import ApiKeys, RequestGuard, ServerLimits, ServerMetrics
+from ctx_compress_rag.server.replies import Kind, OpenAIReply, gather_answers, stream_answer, unless_client_gone
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import escaped_markers
 from ctx_compress_rag.store.marker import scope as in_scope

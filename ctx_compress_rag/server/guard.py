@@ -1,4 +1,8 @@
-"""Check a request's host and key, the number of requests and the size of the body before the app sees the request."""
+"""Check a request's host and key, the number of requests and the size of the body before the app sees the request.
+
+Each API key opens a scope: a request may read and write only markers of its key's scope. Requests, tokens and times are
+counted in Prometheus' format, without anything that clients send.
+"""
 
 import asyncio
 import ipaddress
@@ -9,12 +13,108 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ctx_compress_rag.errors import ConfigError, needs
-from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.faults import error_body
-from ctx_compress_rag.server.metrics import ServerMetrics
 
 with needs("serve"):
     from starlette.responses import JSONResponse, Response
+
+import hashlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from ctx_compress_rag.decoding.sampling import Generation
+from ctx_compress_rag.errors import needs
+
+with needs("serve"):
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class ServerMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        timed = partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        self.requests = counter("ctx_compress_requests_total", "Requests answered.", ["route", "status"])
+        self.seconds = timed("ctx_compress_request_seconds", "From a request to the end of its answer.", ["route"])
+        self.first_token = timed("ctx_compress_first_token_seconds", "From a request to the first piece of its answer.")
+        self.running = Gauge("ctx_compress_requests_running", "Requests being answered.", registry=self.registry)
+        about = "Tokens of prompts (slots counted in), of slots in them, and of answers."
+        self._tokens = counter("ctx_compress_tokens_total", about, ["kind"])
+        self.passages = counter("ctx_compress_passages_total", "Texts that clients asked markers for.")
+
+    def count(self, answer: Generation) -> None:
+        self._tokens.labels("prompt").inc(answer.prompt_tokens)
+        self._tokens.labels("slot").inc(answer.slots)
+        self._tokens.labels("completion").inc(answer.completion_tokens)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+KEYS_VARIABLE = "CTX_COMPRESS_API_KEYS"
+_MIN_LENGTH = 16
+
+
+class ApiKeys:
+    """A table of the scope (tenant or user) that each API key opens. A key shorter than 16 characters: ConfigError."""
+
+    def __init__(self, scopes: Mapping[str, str]) -> None:
+        for key, scope in scopes.items():
+            if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable():
+                raise ConfigError(
+                    f"the API key of scope {scope!r} needs {_MIN_LENGTH} or more ASCII characters: make one with "
+                    '`python -c "import secrets; print(secrets.token_urlsafe(32))"`'
+                )
+            if not scope:
+                raise ConfigError("an API key has no scope: give the tenant's or user's id after it")
+        # Looked up by digest: how long a look-up takes says nothing about the keys.
+        self._scopes = {_digest(key): scope for key, scope in scopes.items()}
+
+    def scope_of(self, authorization: str | None) -> str | None:
+        """Return the scope that an `Authorization` header (`Bearer KEY`) opens; None for an unknown or missing key."""
+        kind, _, key = (authorization or "").partition(" ")
+        return self._scopes.get(_digest(key.strip())) if kind.lower() == "bearer" else None
+
+
+def find_api_keys(file: str | Path | None = None) -> ApiKeys | None:
+    """Return the keys in a file, else in the environment variable `CTX_COMPRESS_API_KEYS`; None if neither is given.
+
+    Each line holds a key and its scope with a space between; a line that begins with # is a comment. In the variable,
+    commas may also separate lines. Raises ConfigError for a file that cannot be read and for a malformed line.
+    """
+    if file is not None:
+        try:
+            return _parse(Path(file).read_text(encoding="utf-8-sig"), str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the API keys {str(file)!r}: {error}") from error
+    given = os.environ.get(KEYS_VARIABLE)
+    return None if given is None else _parse(given.replace(",", "\n"), KEYS_VARIABLE)
+
+
+def _parse(text: str, where: str) -> ApiKeys:
+    scopes: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
+            continue
+        if len(fields) != 2:  # not shown, since the line may be a key
+            raise ConfigError(f"{where}, line {number}: write a key and its scope, with a space between")
+        key, scope = fields
+        if key in scopes:
+            raise ConfigError(f"{where}, line {number}: repeats the key of scope {scopes[key]!r}: give each key once")
+        scopes[key] = scope
+    if not scopes:
+        raise ConfigError(f"{where} holds no API key: write a key and its scope on each line")
+    return ApiKeys(scopes)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
 
 _LOCKED = "/v1/"  # the routes that need a key; the others have no body and are open to all
 _COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/compress")

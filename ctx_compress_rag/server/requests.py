@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ctx_compress_rag.bundle.config import BundleConfig
+from ctx_compress_rag.decoding.filters import requested_json_schema
 from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, sampling_with_defaults
-from ctx_compress_rag.decoding.structured import requested_json_schema
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Message
 from ctx_compress_rag.server.faults import RequestError

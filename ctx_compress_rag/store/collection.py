@@ -11,8 +11,7 @@ from chromadb.api import ClientAPI
 from chromadb.errors import NotFoundError
 
 from ctx_compress_rag.errors import StoreError
-from ctx_compress_rag.store.chroma_errors import raising_store_errors
-from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace, connect_store
+from ctx_compress_rag.store.place import DEFAULT_TIMEOUT, READ_TIMEOUT, StorePlace, connect_store, raising_store_errors
 from ctx_compress_rag.store.threads import shielded_from_interrupts
 from ctx_compress_rag.text.tokenizing import batched
 

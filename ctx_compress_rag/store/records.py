@@ -19,14 +19,15 @@ from ctx_compress_rag.store.place import StorePlace
 from ctx_compress_rag.store.record import (
     FoundRecord,
     Record,
+    pack_sentence_vectors,
     passage_id,
     readable_scopes,
     record_full_hash,
     record_id,
     record_text_hash,
     scoped_marker_id,
+    sentence_vectors,
 )
-from ctx_compress_rag.store.sentences import pack_sentence_vectors, sentence_vectors
 
 FORMAT = 7
 _WRITE_BYTES = 8 << 20  # a server refuses bodies beyond 40 MiB

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from benchmarks.world import BUNDLE as DEMO
 from ctx_compress_rag.bundle.bundle import Bundle, add_teacher
-from ctx_compress_rag.decoding.engines.sharing import merged_model
+from ctx_compress_rag.decoding.engines.transformers import merged_model
 from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from ctx_compress_rag import Bundle, Decoder, ExportedBundle, SoftContextStore
-from ctx_compress_rag.bundle.exported import write_exported_bundle
+from ctx_compress_rag.bundle.exported import FastTokenizer, write_exported_bundle
 from ctx_compress_rag.errors import BundleError, ConfigError, StoreWriteError
 from ctx_compress_rag.methods.base.config import WrapConfig
-from ctx_compress_rag.methods.base.projections import SlotWrap, TwoLayerMap
+from ctx_compress_rag.methods.base.reader import SlotWrap, TwoLayerMap
 from ctx_compress_rag.text.chat import PromptTokenizer, chat_text
-from ctx_compress_rag.text.fast_tokenizer import FastTokenizer
 from ctx_compress_rag.text.tokenizing import text_tokens
 from helpers import architectures
 from helpers.decoding import PASSAGES, QUESTION, WITHOUT_TORCH

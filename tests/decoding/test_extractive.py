@@ -14,13 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.world import BUNDLE as DEMO
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
-from ctx_compress_rag.decoding.quoting import QuoteFilter
+from ctx_compress_rag.decoding.filters import QuoteFilter
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, PayloadError
 from ctx_compress_rag.store.record import record_id
 from ctx_compress_rag.text.quoting import find_quotations
-from ctx_compress_rag.text.template_words import without_template
-from ctx_compress_rag.text.templates import TEMPLATES
+from ctx_compress_rag.text.templates import TEMPLATES, without_template
 from ctx_compress_rag.text.tokenizing import text_ids
 from helpers.decoding import PASSAGES, QUESTION, apart, marker_beside
 

@@ -19,7 +19,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import TokenizedPassage
-from ctx_compress_rag.methods.ram.segments import RamSegments
+from ctx_compress_rag.methods.ram import RamSegments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.tokenizing import text_parts, text_tokens
 from helpers import architectures

@@ -11,7 +11,7 @@ from torch import Tensor
 from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.marking.mark import mark_texts
-from ctx_compress_rag.methods.ram.compressor import RamConfig
+from ctx_compress_rag.methods.ram import RamConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store.marker import Marker, marked_passages, read_parts
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder

@@ -22,7 +22,7 @@ from ctx_compress_rag.methods.base.config import TuneConfig
 from ctx_compress_rag.methods.compression_tokens import CompressionTokensCompressor, CompressionTokensConfig
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor, MeanPoolingConfig
 from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.state import load_own_tensors
+from ctx_compress_rag.models.weights import load_own_tensors
 from helpers import architectures
 from helpers.adaptation import plain_copy
 from helpers.methods import compress_ids

@@ -19,8 +19,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.projections import LinearMap
-from ctx_compress_rag.methods.base.reader import Reader
+from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.methods.registry import METHODS, Method
 from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers, checkpoint_layers
 from ctx_compress_rag.training.examples import passage_examples

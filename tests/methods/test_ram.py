@@ -22,8 +22,7 @@ from ctx_compress_rag.evaluation.harness import evaluate
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.methods.base.rendering import TransientPart
-from ctx_compress_rag.methods.ram.compressor import RamCompressor, RamConfig
-from ctx_compress_rag.methods.ram.segments import RamSegments
+from ctx_compress_rag.methods.ram import RamCompressor, RamConfig, RamSegments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.passage import passage_content_id

@@ -17,7 +17,7 @@ from sentencex import segment
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import BundleError, ConfigError
-from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.methods.base.reader import TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsConfig, SentenceSlotsEncoder
 from ctx_compress_rag.text.sentences import split_sentences, split_units
 from helpers.methods import DIM, minilm, save_encoder, unigram

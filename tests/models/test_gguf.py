@@ -11,11 +11,10 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks.gguf_files.shapes import SHAPES, tiny_config, tiny_model
-from ctx_compress_rag.models.gguf_architectures import ARCHITECTURES, architecture_of
-from ctx_compress_rag.models.gguf_metadata import gguf_config
+from ctx_compress_rag.models.gguf import gguf_tokenizer
+from ctx_compress_rag.models.gguf_metadata import ARCHITECTURES, architecture_of, gguf_config
 from ctx_compress_rag.models.gguf_tensors import changed, file_changes, read_gguf
-from ctx_compress_rag.models.gguf_tokenizer import gguf_tokenizer
-from ctx_compress_rag.models.state import own_tensors
+from ctx_compress_rag.models.weights import own_tensors
 from helpers.gguf import ARCHES, write_gguf
 
 PROMPT = (torch.arange(520).unsqueeze(0) * 7 % 57) + 3

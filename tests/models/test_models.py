@@ -22,13 +22,12 @@ from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import BundleError, ConfigError, MissingExtraError
 from ctx_compress_rag.methods.base.compressor import PassageSlots, mean_pool_slots
 from ctx_compress_rag.models import gguf as gguf_module
-from ctx_compress_rag.models.backbone import Backbone
-from ctx_compress_rag.models.fair_lock import FairLock
+from ctx_compress_rag.models.backbone import Backbone, FairLock
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.identity import decoder_digest_in_memory, file_sha256
-from ctx_compress_rag.models.int8 import weights_from_int8, weights_to_int8
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.models.transformers_internals import cut_kv_cache, join_kv_caches
+from ctx_compress_rag.models.weights import weights_from_int8, weights_to_int8
 from helpers.decoding import WAIT, wait_for
 from helpers.gguf import write_gguf
 from helpers.models import tiny_config, tiny_llama

@@ -10,9 +10,8 @@ import pytest
 
 from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.guard import ServerLimits
+from ctx_compress_rag.server.guard import ApiKeys, ServerLimits
 from helpers.cli import save_bundle, write_docs
 from helpers.langchain import TEXTS
 from helpers.serving import ANNA, BERT, listening

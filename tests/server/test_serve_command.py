@@ -17,9 +17,8 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.indexing.index import PassageIndex, open_index
 from ctx_compress_rag.indexing.retrieval import IndexRetrieval
 from ctx_compress_rag.marking.mark import Marking
-from ctx_compress_rag.server.api_keys import ApiKeys
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.guard import ServerLimits
+from ctx_compress_rag.server.guard import ApiKeys, ServerLimits
 from ctx_compress_rag.server.run import open_server_socket, run_server
 from ctx_compress_rag.text.templates import question_messages
 from helpers.serving import ANNA, WAIT, client, directly, listening, post, serving

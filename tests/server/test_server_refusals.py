@@ -17,11 +17,16 @@ from starlette.routing import Mount
 
 from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.errors import ConfigError, DecoderMemoryError, ServerError, StoreWriteError
-from ctx_compress_rag.server.api_keys import KEYS_VARIABLE, ApiKeys, find_api_keys
 from ctx_compress_rag.server.app import create_app
 from ctx_compress_rag.server.faults import error_response
-from ctx_compress_rag.server.guard import RequestGuard, ServerLimits
-from ctx_compress_rag.server.metrics import ServerMetrics
+from ctx_compress_rag.server.guard import (
+    KEYS_VARIABLE,
+    ApiKeys,
+    RequestGuard,
+    ServerLimits,
+    ServerMetrics,
+    find_api_keys,
+)
 from ctx_compress_rag.server.run import LimitedProtocol, open_server_socket
 from helpers.langchain import QUESTION, TEXTS
 from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker, post

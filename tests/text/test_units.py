@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ctx_compress_rag.marking.budget import NOTHING, Budget, RetrievedText, ScoredSentence
-from ctx_compress_rag.text.units import split_passage
+from ctx_compress_rag.text.sentences import split_passage
 
 FACTS = [("Amber", "Ana", 1900), ("Poppy", "Ella", 1945), ("Thyme", "Ivo", 1957)]
 COLUMNS = "| Garden | Keeper | Opened |"

@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.errors import BundleError, ConfigError, DataError
-from ctx_compress_rag.methods.ram.compressor import RamConfig
+from ctx_compress_rag.methods.ram import RamConfig
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.examples import passage_examples
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder

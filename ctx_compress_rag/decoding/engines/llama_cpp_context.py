@@ -15,7 +15,7 @@ from weakref import finalize
 
 import numpy as np
 
-from ctx_compress_rag.decoding.settings import Scores
+from ctx_compress_rag.decoding.filters import Scores
 from ctx_compress_rag.errors import BundleError, ConfigError, CtxCompressError, DecoderMemoryError, needs
 from ctx_compress_rag.prompt import Prompt, is_vectors
 

@@ -18,7 +18,7 @@ from ctx_compress_rag.bundle.files import CONFIG_FILE, read_bundle_config
 from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.methods.base.projections import TwoLayerMap
+from ctx_compress_rag.methods.base.reader import TwoLayerMap
 from ctx_compress_rag.methods.registry import AnyMethodConfig
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder

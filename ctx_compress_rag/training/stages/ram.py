@@ -14,8 +14,15 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.methods.base.compressor import PassageSlots, SlotBatch, pad_token_ids
-from ctx_compress_rag.methods.ram.compressor import RamCompressor, segment_means, segment_relevance
-from ctx_compress_rag.methods.ram.segments import RamSegments, passages_with_holes, segment_runs, slots_of_runs
+from ctx_compress_rag.methods.ram import (
+    RamCompressor,
+    RamSegments,
+    passages_with_holes,
+    segment_means,
+    segment_relevance,
+    segment_runs,
+    slots_of_runs,
+)
 from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks.llm import DecoderLLM
+from ctx_compress_rag.frameworks import DecoderLLM
 from langchain_ctx_compress.messages import parsed, parsed_with_raw, to_chat
 
 _PROVIDER = "ctx-compress"
@@ -36,7 +36,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     `usage_metadata` counts a slot as one token. `response_metadata` has the number of `slots`, and in `logprobs` the
     log-probabilities in OpenAI's format.
 
-    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. Options of an answer can also be
+    The options and errors are those of `ctx_compress_rag.frameworks.DecoderLLM`. Options of an answer can also be
     given at each call, as in `model.bind(temperature=0.7)` or `model.invoke(x, top_k=5)`.
 
     Args:

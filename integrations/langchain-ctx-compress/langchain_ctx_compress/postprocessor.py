@@ -8,7 +8,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import ConfigDict
 
-from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
+from ctx_compress_rag.frameworks import MarkingPostprocessor
 from langchain_ctx_compress.sources import checked, with_text
 
 
@@ -22,7 +22,7 @@ class CompressedContextPostprocessor(
     class, ids, metadata and order; documents with no share of the budget are left out, as by a reranker. Put rerankers
     and filters before this step: after it, they would read markers.
 
-    The options and errors are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`. The question
+    The options and errors are those of `ctx_compress_rag.frameworks.MarkingPostprocessor`. The question
     is the `query` of `compress_documents`, which a `ContextualCompressionRetriever` passes. `llm.get_num_tokens` of the
     documents' contents, joined by blank lines, never exceeds a `token_budget`.
 

@@ -28,7 +28,7 @@ from llama_index.core.types import Model
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks.llm import DecoderLLM
+from ctx_compress_rag.frameworks import DecoderLLM
 from ctx_compress_rag.prompt import Message
 from llama_index.llms.ctx_compress.structured import schema_of
 
@@ -47,7 +47,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     markers are answered by the bundle's full-text decoder. If a task is canceled or a stream is closed early, the
     decoder stops after the token in progress.
 
-    The options and errors are those of `ctx_compress_rag.frameworks.llm.DecoderLLM`. A call may have options of its
+    The options and errors are those of `ctx_compress_rag.frameworks.DecoderLLM`. A call may have options of its
     answer, as in `llm.complete(prompt, max_tokens=10, stop=["END"])`. With `logprobs`, `response.logprobs[i]` has the
     log-probability of token `i` first, then those of the likeliest others at its place.
 

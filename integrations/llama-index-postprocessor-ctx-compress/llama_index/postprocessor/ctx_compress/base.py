@@ -3,7 +3,7 @@
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from ctx_compress_rag.frameworks.postprocessor import MarkingPostprocessor
+from ctx_compress_rag.frameworks import MarkingPostprocessor
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, with_text
 from llama_index.postprocessor.ctx_compress.sources import restored
 
@@ -16,7 +16,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
     `CompressedTextNode`). Nodes with no share of the budget are left out, as by a reranker. Nodes with images, sound or
     video are returned unchanged. Works in threads and in an event loop.
 
-    The options and errors are those of `ctx_compress_rag.frameworks.postprocessor.MarkingPostprocessor`. A
+    The options and errors are those of `ctx_compress_rag.frameworks.MarkingPostprocessor`. A
     `token_budget` counts as `marker_tokenizer` does.
 
     Args:

@@ -1,1 +1,0 @@
-"""Bases of every framework's LLM and postprocessor classes."""
