@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import run_command
+from ctx_compress_rag.cli.shared import run_command
 
 ROOMS = "accelerator compare scoring timing adaptation datasets decoders several gguf_files world"
 for room in ROOMS.split():

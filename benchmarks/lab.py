@@ -1,5 +1,5 @@
 """The program that the benchmarks' commands belong to."""
 
-from ctx_compress_rag.cli.command import program
+from ctx_compress_rag.cli.shared import program
 
 lab = program("python -m benchmarks")

@@ -11,8 +11,7 @@ import typer
 
 from benchmarks.accelerator.speed import SHAPES
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Output
+from ctx_compress_rag.cli.shared import Output, command
 
 _TESTS = [f"tests/training/test_{name}.py" for name in ("packing", "batch_mean", "resuming")]
 _SETS = ("data/qa_dev_xquad.jsonl.gz", "data/qa_dev_nq.jsonl.gz")

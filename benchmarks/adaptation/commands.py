@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Output
+from ctx_compress_rag.cli.shared import Output, command
 
 
 @command("--recipes rag_gd/demo --budget 100", lab)

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import Output
+from ctx_compress_rag.cli.shared import Output, command
 
 
 @command("--budget 0.5 --entries mean_pooling comprexit", lab)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import command
 
 
 @command("hotpotqa hotpot_dev_distractor_v1.json --output hotpotqa.jsonl", lab)

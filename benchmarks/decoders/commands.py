@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import command
 
 _PAGE = Path(__file__).parents[2] / "docs" / "decoders.md"
 

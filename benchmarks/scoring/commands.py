@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import AnyBundle, Extractive, Output, Ratios
+from ctx_compress_rag.cli.shared import AnyBundle, Extractive, Output, Ratios, command
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 

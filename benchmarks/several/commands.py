@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.lab import lab
-from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import command
 
 
 @command("qa_train.jsonl.gz --held-out qa_dev_nq.jsonl.gz --output data/several.jsonl", lab)

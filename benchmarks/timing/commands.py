@@ -9,8 +9,7 @@ import typer
 
 from benchmarks.lab import lab
 from benchmarks.world import BUNDLE
-from ctx_compress_rag.cli.command import command
-from ctx_compress_rag.cli.shared import AnyBundle, Engine, Output, ServerKey, engine_options
+from ctx_compress_rag.cli.shared import AnyBundle, Engine, Output, ServerKey, command, engine_options
 from ctx_compress_rag.errors import ConfigError
 
 if TYPE_CHECKING:

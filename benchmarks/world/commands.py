@@ -7,7 +7,7 @@ import typer
 
 from benchmarks.lab import lab
 from benchmarks.world import RECIPES
-from ctx_compress_rag.cli.command import command
+from ctx_compress_rag.cli.shared import command
 
 Split = Annotated[Literal["train", "dev", "test"], typer.Option(help="Which names appear.")]
 

@@ -1,4 +1,4 @@
-"""Run the command line, `ctx-compress`; each command has a file, which reads arguments, calls one module and prints."""
+"""Run the command line, `ctx-compress`; a command reads arguments, calls one module and prints."""
 
 import gc
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from ctx_compress_rag import __version__
-from ctx_compress_rag.cli.command import app, run_command
+from ctx_compress_rag.cli.shared import app, run_command
 
-# Importing a file registers its command; the help lists them in this order.
-from ctx_compress_rag.cli import index, ask, info, demo, serve, export, import_, backup, train, eval, agree  # isort: skip # noqa: F401
+# Importing a file registers its commands; the help lists them in this order.
+from ctx_compress_rag.cli import index, ask, serve, bundle, score  # isort: skip # noqa: F401
 
 
 def main(argv: Sequence[str] | None = None) -> int:

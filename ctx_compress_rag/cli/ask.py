@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from ctx_compress_rag.cli import shared
-from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.text.answers import quoted_from
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from ctx_compress_rag.decoding.sampling import Generation
 
 
-@command('"How long does the warranty last?" --ratio 8')
+@shared.command('"How long does the warranty last?" --ratio 8')
 def ask(
     question: Annotated[
         str | None, Argument(metavar="QUESTION", help="What to ask.  [default: each line of the standard input]")

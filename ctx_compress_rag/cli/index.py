@@ -1,16 +1,16 @@
-"""The command `ctx-compress index`, which compresses files, or an app's collection, into a Chroma folder."""
+"""The commands `index`, `info`, `backup` and `demo`, about indexes in Chroma folders."""
 
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
 from ctx_compress_rag.cli import shared
-from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE, MIN_CHUNK_TOKENS
 
 
-@command("./my_docs")
+@shared.command("./my_docs")
 def index(
     path: Annotated[
         str | None,
@@ -82,3 +82,73 @@ def index(
 
 def _compressed(what: str, added: int, unchanged: int, bundle: str) -> str:
     return f"{what}: {added} passages compressed, {unchanged} unchanged, with {bundle}"
+
+
+@shared.command("--index ./chroma")
+def info(
+    index: shared.Index = shared.INDEX,
+    prune: Annotated[
+        bool, Option("--prune", help="First delete soft contexts without a passage in the index, also those of apps.")
+    ] = False,
+) -> None:
+    """Print what an index holds."""
+    from ctx_compress_rag.indexing.index import inspect_index
+
+    found = inspect_index(index, prune)
+    if prune:
+        print(f"deleted soft contexts without a passage: {len(found.orphans)}")
+    kept = found.store
+    rows = {
+        "bundle": f"{kept.bundle} ({found.bundle_name})",
+        "embedder": found.embedder,
+        "fingerprint": kept.fingerprint,
+        "passages": f"{kept.passages:,} from {found.sources:,} files",
+        "source tokens": f"{kept.source_tokens:,}",
+        "slots": f"{kept.slots:,} at ratio {kept.base_ratio}",
+        "codec": kept.codec,
+        "payload bytes": f"{kept.payload_bytes:,}",
+        "bytes on disk": f"{kept.disk_bytes:,}, with texts, retrieval vectors and Chroma's own data",
+        "payload share": f"{kept.payload_share or 0:.0%}",
+    }
+    if found.orphans and not prune:
+        rows["orphans"] = f"{len(found.orphans):,} soft contexts without a passage (--prune deletes them)"
+    for name, value in rows.items():
+        print(f"{name:<14} {value}")
+
+
+@shared.command("--index ./chroma ./chroma-copy")
+def backup(
+    index: shared.Index,
+    target: Annotated[str, Argument(metavar="FOLDER", help="Where the copy goes; must not exist.")],
+) -> None:
+    """Copy a whole index.
+
+    Other programs may write to the index meanwhile. The copy contains the store's key and can be used at once.
+    """
+    from ctx_compress_rag.indexing.index import check_index_exists
+    from ctx_compress_rag.store.place import StoreFolder
+
+    check_index_exists(index)
+    StoreFolder(Path(index)).back_up(Path(target))
+    print(f"{index} copied to {target}")
+
+
+@shared.command("--index ./wikipedia")
+def demo(index: shared.Index = "ctx-compress-wikipedia", bundle: shared.OwnBundle = None) -> None:
+    """Try soft contexts on a small corpus.
+
+    Indexes paragraphs of Wikipedia and answers a dozen questions about them. Each question is answered from full text,
+    from passages as the bundle compresses them by default, and without context, and the answers are scored.
+    """
+    from ctx_compress_rag.indexing.demo import run_demo
+
+    report = run_demo(index, bundle)
+    new, known = report.stored.added, report.stored.unchanged
+    print(
+        f"{new} passages compressed into {index}"
+        if new
+        else f"all {known} passages found in {index}: nothing compressed"
+    )
+    questions = len(report.systems[0].answers)
+    print(f"retrieval found every passage needed for {report.retrieved} of {questions} questions\n")
+    print(report.tables)

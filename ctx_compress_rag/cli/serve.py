@@ -6,11 +6,10 @@ from typing import Annotated
 from typer import Option
 
 from ctx_compress_rag.cli import shared
-from ctx_compress_rag.cli.command import command
 from ctx_compress_rag.errors import ConfigError
 
 
-@command("--index ./chroma --port 8000")
+@shared.command("--index ./chroma --port 8000")
 def serve(
     index: shared.Index = shared.INDEX,
     bundle: shared.OwnBundle = None,

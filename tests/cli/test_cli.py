@@ -20,7 +20,7 @@ from typer.main import get_command
 from benchmarks.world.world import world_examples
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.cli import main
-from ctx_compress_rag.cli.command import app
+from ctx_compress_rag.cli.shared import app
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.store.key import KEY_VARIABLE
 from ctx_compress_rag.training.recipe import SHIPPED
