@@ -5,12 +5,10 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.adaptation.stages import Contexts, make_update_predictor_job
+from ctx_compress_rag.adaptation.stages import Contexts, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.training.recipe import register_stage
 
 
 class HyperTuningRecipe(UpdatePredictorRecipe):
@@ -21,6 +19,9 @@ class HyperTuningRecipe(UpdatePredictorRecipe):
 
     stage: Literal["hypertuning"]  # type: ignore[assignment]
     contexts: None = None
+
+    def objective(self, decoder: PlainDecoder, update: PredictedUpdate) -> nn.Module:
+        return TaskObjective(decoder, update)
 
 
 class TaskObjective(nn.Module):
@@ -36,6 +37,3 @@ class TaskObjective(nn.Module):
         """The loss of a batch: a context's `queries` are answered with its update."""
         adapter = self.update.base.plus(self.update.predict(self.decoder, contexts))
         return {"loss": answer_losses(self.decoder, queries, adapter).mean()}
-
-
-register_stage(HyperTuningRecipe, lambda recipe: make_update_predictor_job(recipe, TaskObjective))

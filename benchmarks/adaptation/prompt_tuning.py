@@ -18,7 +18,6 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.prompt import Prompt, PromptLike
 from ctx_compress_rag.training.engine.loop import TrainingJob
-from ctx_compress_rag.training.recipe import register_stage
 
 _FILE, _KEY = "prefix.safetensors", "prefix"
 
@@ -28,6 +27,9 @@ class PromptTuningRecipe(AdaptationRecipe):
 
     stage: Literal["prompt_tuning"]
     virtual_tokens: int = Field(default=20, gt=0)
+
+    def make_job(self) -> TrainingJob:
+        return start(self)
 
 
 class PrefixedPreparer(PromptPreparer):
@@ -80,6 +82,3 @@ def start(recipe: PromptTuningRecipe) -> TrainingJob:
 
     about = {"fingerprint": decoder.bundle.fingerprint}
     return TrainingJob(trained, range(recipe.optim.items), EpisodeBatches(recipe, decoder).queries, save, about)
-
-
-register_stage(PromptTuningRecipe, start)

@@ -22,9 +22,8 @@ from benchmarks.adaptation.systems import (
 )
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
-from ctx_compress_rag.adaptation.config import UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
-from ctx_compress_rag.adaptation.stages import open_recipe_decoder
+from ctx_compress_rag.adaptation.stages import UpdatePredictorRecipe, open_recipe_decoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report

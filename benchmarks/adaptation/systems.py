@@ -16,9 +16,10 @@ from benchmarks.adaptation.prompt_tuning import PromptTuningRecipe, with_prefix
 from benchmarks.world import RECIPES
 from ctx_compress_rag.adaptation.adapt import Adaptation, Demonstration, adapted_decoder, demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter
-from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.config import AdaptationRecipe
 from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
+from ctx_compress_rag.adaptation.stages import RetrievalAdapterRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.updates import sgd_update
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.decoding.decoder import Decoder

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, make_compression_job
+from ctx_compress_rag.training.stages.compression import CompressionRecipe
 
 PETA = 1e15
 
@@ -14,7 +14,7 @@ def operations_per_step(recipe: CompressionRecipe) -> float:
     Nothing is trained. The cost depends on lengths, ratios and layers, and hardly on the weights, which may be
     untrained: in training all gates' passes run.
     """
-    job = make_compression_job(recipe)
+    job = recipe.make_job()
     model, size = job.model.train(), recipe.optim.batch_size
     with FlopCounterMode(display=False) as counted, torch.compiler.set_stance("force_eager"):
         for step in range(recipe.optim.steps):

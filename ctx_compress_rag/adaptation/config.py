@@ -1,7 +1,7 @@
 """The settings in recipes for adaptation."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -55,14 +55,6 @@ class AdaptationRecipe(BaseRecipe):
         return self
 
 
-class RetrievalAdapterRecipe(AdaptationRecipe):
-    """The recipe of the base retrieval adapter: Q/K/V LoRA, trained on questions with passages (appendix G)."""
-
-    stage: Literal["retrieval_adapter"]
-    rank: int = Field(default=16, gt=0)
-    alpha: int = Field(default=32, gt=0)
-
-
 class PredictorSettings(Strict):
     """The settings that a recipe gives to a predictor, and that the predictor keeps.
 
@@ -80,20 +72,3 @@ class PredictorSettings(Strict):
     hidden: int = Field(default=256, gt=0)
     code: int = Field(default=64, gt=0)
     layer: int | None = Field(default=None, gt=0)
-
-
-class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
-    """The recipe of the update predictor, which predicts what gradient descent on demonstrations would change (eq. 9).
-
-    Attributes:
-        base: the folder of the base retrieval adapter.
-        magnitude_weight: lambda of eq. 9.
-        contexts: the number of support contexts. Each is solved by gradient descent when it first comes, and learned
-            from many times. None draws and solves a new context each time, as the paper does. The updates stay in
-            memory: contexts x rank x input and output widths of Q/K/V, in bfloat16. Resuming solves contexts again.
-    """
-
-    stage: Literal["update_predictor"]
-    base: Path
-    magnitude_weight: float = Field(default=0.1, ge=0)
-    contexts: int | None = Field(default=None, gt=0)

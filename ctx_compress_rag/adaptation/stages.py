@@ -2,16 +2,17 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.adapt import demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter, qkv_projections
-from ctx_compress_rag.adaptation.config import AdaptationRecipe, RetrievalAdapterRecipe, UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.config import AdaptationRecipe, PredictorSettings
 from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
 from ctx_compress_rag.adaptation.updates import GradientUpdate, answer_losses, matching_loss, update_norms
@@ -21,11 +22,9 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss, TrainingJob, training_processes
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
-from ctx_compress_rag.training.recipe import register_stage
 
 _CALIBRATED = 16  # contexts to measure a predictor's scales on
 
-Objective = Callable[[PlainDecoder, PredictedUpdate], nn.Module]
 Contexts = list[list[Prompt]]
 """The demonstrations of each support context."""
 
@@ -143,44 +142,6 @@ class EpisodeBatches:
         }
 
 
-def make_retrieval_adapter_job(recipe: RetrievalAdapterRecipe) -> TrainingJob:
-    """Return a job that will train the base retrieval adapter, and save it."""
-    decoder = open_recipe_decoder(recipe)
-    bundle = decoder.bundle
-    trained = RetrievalAdapterLoss(bundle, recipe.rank, recipe.alpha)
-
-    def save(report: dict[str, Any]) -> None:
-        trained.adapter().save_pretrained(recipe.output, bundle.decoder_name)
-
-    about = {"fingerprint": bundle.fingerprint}
-    return TrainingJob(trained, range(recipe.optim.items), EpisodeBatches(recipe, decoder).queries, save, about)
-
-
-def make_update_predictor_job(recipe: UpdatePredictorRecipe, objective: Objective | None = None) -> TrainingJob:
-    """Return a job that will train an `UpdatePredictor`; `objective` makes the loss, by default a `MatchingLoss`."""
-    decoder = open_recipe_decoder(recipe)
-    bundle, batches = decoder.bundle, EpisodeBatches(recipe, decoder, recipe.demonstrations)
-    base = Adapter.from_pretrained(recipe.base, bundle.backbone.model)
-    # The settings that a predictor keeps have the same names in its recipe.
-    settings = recipe.model_dump(include=set(PredictorConfig.model_fields))
-    torch.manual_seed(recipe.seed)
-    update = PredictedUpdate.build(base, bundle, PredictorConfig(**settings))
-    first = batches.contexts(range(min(_CALIBRATED, recipe.optim.items)))["contexts"]
-    update.predictor.calibrate(update.pooled(bundle, first), update_norms(update.target(bundle, first).change()))
-    numbers: Sequence[int] = range(recipe.optim.items)
-    if recipe.contexts is not None:
-        numbers = shuffled_passes(min(recipe.contexts, recipe.optim.items), recipe.optim.items, recipe.seed)
-    objective = objective or partial(
-        MatchingLoss, magnitude_weight=recipe.magnitude_weight, keep=recipe.contexts is not None
-    )
-
-    def save(report: dict[str, Any]) -> None:
-        update.save_pretrained(recipe.output, bundle.decoder_name)
-
-    about = {"fingerprint": bundle.fingerprint}
-    return TrainingJob(objective(bundle, update), numbers, batches.contexts, save, about)
-
-
 def shuffled_passes(size: int, count: int, seed: int) -> list[int]:
     """Return `count` numbers below `size`: all of them again and again, each time in another random order."""
     numbers: list[int] = []
@@ -189,5 +150,63 @@ def shuffled_passes(size: int, count: int, seed: int) -> list[int]:
     return numbers[:count]
 
 
-register_stage(RetrievalAdapterRecipe, make_retrieval_adapter_job)
-register_stage(UpdatePredictorRecipe, make_update_predictor_job)
+class RetrievalAdapterRecipe(AdaptationRecipe):
+    """The recipe of the base retrieval adapter: Q/K/V LoRA, trained on questions with passages (appendix G)."""
+
+    stage: Literal["retrieval_adapter"]
+    rank: int = Field(default=16, gt=0)
+    alpha: int = Field(default=32, gt=0)
+
+    def make_job(self) -> TrainingJob:
+        """Return a job that will train the base retrieval adapter, and save it."""
+        decoder = open_recipe_decoder(self)
+        bundle = decoder.bundle
+        trained = RetrievalAdapterLoss(bundle, self.rank, self.alpha)
+
+        def save(report: dict[str, Any]) -> None:
+            trained.adapter().save_pretrained(self.output, bundle.decoder_name)
+
+        about = {"fingerprint": bundle.fingerprint}
+        return TrainingJob(trained, range(self.optim.items), EpisodeBatches(self, decoder).queries, save, about)
+
+
+class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
+    """The recipe of the update predictor, which predicts what gradient descent on demonstrations would change (eq. 9).
+
+    Attributes:
+        base: the folder of the base retrieval adapter.
+        magnitude_weight: lambda of eq. 9.
+        contexts: the number of support contexts. Each is solved by gradient descent when it first comes, and learned
+            from many times. None draws and solves a new context each time, as the paper does. The updates stay in
+            memory: contexts x rank x input and output widths of Q/K/V, in bfloat16. Resuming solves contexts again.
+    """
+
+    stage: Literal["update_predictor"]
+    base: Path
+    magnitude_weight: float = Field(default=0.1, ge=0)
+    contexts: int | None = Field(default=None, gt=0)
+
+    def objective(self, decoder: PlainDecoder, update: PredictedUpdate) -> nn.Module:
+        """Return the loss that the predictor is trained with."""
+        return MatchingLoss(decoder, update, self.magnitude_weight, keep=self.contexts is not None)
+
+    def make_job(self) -> TrainingJob:
+        """Return a job that will train an `UpdatePredictor`."""
+        decoder = open_recipe_decoder(self)
+        bundle, batches = decoder.bundle, EpisodeBatches(self, decoder, self.demonstrations)
+        base = Adapter.from_pretrained(self.base, bundle.backbone.model)
+        # The settings that a predictor keeps have the same names in its self.
+        settings = self.model_dump(include=set(PredictorConfig.model_fields))
+        torch.manual_seed(self.seed)
+        update = PredictedUpdate.build(base, bundle, PredictorConfig(**settings))
+        first = batches.contexts(range(min(_CALIBRATED, self.optim.items)))["contexts"]
+        update.predictor.calibrate(update.pooled(bundle, first), update_norms(update.target(bundle, first).change()))
+        numbers: Sequence[int] = range(self.optim.items)
+        if self.contexts is not None:
+            numbers = shuffled_passes(min(self.contexts, self.optim.items), self.optim.items, self.seed)
+
+        def save(report: dict[str, Any]) -> None:
+            update.save_pretrained(self.output, bundle.decoder_name)
+
+        about = {"fingerprint": bundle.fingerprint}
+        return TrainingJob(self.objective(bundle, update), numbers, batches.contexts, save, about)

@@ -1,13 +1,16 @@
 """The settings in recipes, which are read from YAML and validated. An unknown key is an error that names the key."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from ctx_compress_rag.data.config import MixData, PartData, TextData
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
+
+if TYPE_CHECKING:
+    from ctx_compress_rag.training.engine.loop import TrainingJob
 
 
 class DataConfig(Strict):
@@ -127,10 +130,21 @@ class PackingConfig(Strict):
 class BaseRecipe(Strict):
     """The settings of every recipe: a literal `stage`, which selects its class, an output folder, and optimization."""
 
+    stages: ClassVar[dict[str, type["BaseRecipe"]]] = {}
+    """The class of each stage's recipes, by the stage's name."""
+
     stage: str
     output: Path
     seed: int = Field(default=0, ge=0, lt=2**32)
     optim: OptimConfig = OptimConfig()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.stages |= dict.fromkeys(get_args(cls.model_fields["stage"].annotation), cls)
+
+    def make_job(self) -> "TrainingJob":
+        """Return what the recipe trains; each stage has its own."""
+        raise NotImplementedError
 
     @field_validator("output", mode="before")
     @classmethod

@@ -1,30 +1,19 @@
-"""The stages of training, and the recipes of `ctx-compress train`, which are found, read and validated here."""
+"""Find, read and validate the recipes of `ctx-compress train`."""
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import any_of, faults_raised_as
 from ctx_compress_rag.training.config import BaseRecipe
-from ctx_compress_rag.training.engine.loop import TrainingJob
 
 _PACKAGE = Path(__file__).parents[1]
 SHIPPED = _PACKAGE / "training" / "recipes"
 # Other rooms that ship recipes have stages, too, which are imported only for their own recipes.
 FOLDERS = [SHIPPED, *sorted(folder for folder in _PACKAGE.glob("*/recipes") if folder != SHIPPED)]
-
-STAGES: dict[str, tuple[type[BaseRecipe], Callable[[Any], TrainingJob]]] = {}
-"""The registered stages by name: the class of a stage's recipes, and the function that makes a job from a recipe."""
-
-
-def register_stage(recipe: type[BaseRecipe], make_job: Callable[[Any], TrainingJob]) -> None:
-    """Register a stage under the literal `stage` of its recipes; `make_job` makes the job from a recipe."""
-    [name] = get_args(recipe.model_fields["stage"].annotation)
-    STAGES[name] = (recipe, make_job)
 
 
 def find_recipe(name: str) -> Path | None:
@@ -58,11 +47,11 @@ def parse_recipe(settings: Any, where: str) -> BaseRecipe:
     """Make a recipe from its keys and values. Raise ConfigError, which names `where`, if one of them is invalid."""
     stage = settings.get("stage") if isinstance(settings, dict) else None
     for folder in FOLDERS:
-        if stage not in list(STAGES):  # it may be anything, also what has no hash
+        if stage not in list(BaseRecipe.stages):  # it may be anything, also what has no hash
             import_module(f"{_PACKAGE.name}.{folder.parent.name}.stages")
     if stage is None:
-        stages = ", ".join(sorted(STAGES))
+        stages = ", ".join(sorted(BaseRecipe.stages))
         raise ConfigError(f"{where} has no stage, which says what to train: set stage to one of {stages}")
     with faults_raised_as(ConfigError, f"{where}: "):
-        recipe: BaseRecipe = any_of(tuple(cls for cls, _ in STAGES.values()), "stage").validate_python(settings)
+        recipe: BaseRecipe = any_of(tuple(BaseRecipe.stages.values()), "stage").validate_python(settings)
     return recipe

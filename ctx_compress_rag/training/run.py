@@ -19,7 +19,7 @@ from ctx_compress_rag.models.identity import file_sha256
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import train_job, training_processes
 from ctx_compress_rag.training.engine.saved_states import FOLDER, complete_checkpoints, write_errors_named, write_json
-from ctx_compress_rag.training.recipe import STAGES, load_recipe
+from ctx_compress_rag.training.recipe import load_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ def run_recipe(path: str | Path, resume: bool = True, deadline: float | None = N
         logger.info("%s: %d steps, seed %d, into %s", path, recipe.optim.steps, recipe.seed, recipe.output)
         # Before they are read: they may be edited during the training.
         files = _file_digests(recipe) if training_processes().is_main_process else {}
-        _, make_job = STAGES[recipe.stage]
-        job = make_job(recipe)
+        job = recipe.make_job()
         if training_processes().is_main_process:
             _keep_recipe(recipe, resume, files)  # only now: an error in the recipe must not remove earlier checkpoints
         report = train_job(job, recipe.optim, recipe.output, recipe.seed, resume, deadline)

@@ -23,7 +23,6 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
 from ctx_compress_rag.training.examples import load_training_examples
-from ctx_compress_rag.training.stages.compression import make_compression_job
 from helpers.models import draw_lora, save_tiny_llama
 from helpers.training import killed
 
@@ -119,7 +118,7 @@ def test_operations_are_those_of_forward_and_backward(settings: dict[str, Any], 
     frozen = {"ratios": [4], "entries": {"one": {"method": {"decoder": {"mode": "frozen"}}}}}
     comparison = Comparison.model_validate(merged(settings, frozen))
     [recipe] = stage_recipes(comparison, "one", [3], 1, str(files / "model"), tmp_path)
-    job = make_compression_job(recipe)
+    job = recipe.make_job()
     made = [job.collate([job.examples[number] for number in (step, step + 1)]) for step in (0, 2, 4)]
     positions = sum(batch["prompts"].token_count for batch in made) / 3
     layers = AutoModelForCausalLM.from_pretrained(files / "model").model.layers

@@ -32,7 +32,6 @@ from ctx_compress_rag.training.engine.speedups import compile_decoder_layers
 from ctx_compress_rag.training.recipe import load_recipe, parse_recipe
 from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerRecipe
-from ctx_compress_rag.training.stages.compression import make_compression_job
 from helpers.forked import COMMAND, Forked, run_by
 from helpers.models import save_tiny_llama
 from helpers.training import UNLIKE, killed, losses, report, saved_weights, settings_of, write_recipe
@@ -134,7 +133,7 @@ def test_frozen_weights_are_rounded_unless_the_bundle_saves_them(
     monkeypatch.setattr(compiled, "bfloat16_pays", lambda: True)
     recipe = parse_recipe(settings_of(decoder, "answer", tmp_path, {"bf16": True}, copy_decoder=copied), "test")
     assert isinstance(recipe, AnswerRecipe)
-    job = make_compression_job(recipe)
+    job = recipe.make_job()
     bundle = job.model.bundle
     assert (bundle.config.decoder is None) == copied
     before = load_file(decoder / "model.safetensors")

@@ -21,8 +21,7 @@ from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
-from ctx_compress_rag.training.recipe import register_stage
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective
 
 
 class AnswerRecipe(CompressionRecipe):
@@ -174,7 +173,3 @@ class ReconstructionRecipe(CompressionRecipe):
         longest = self.data.max_context_tokens
         builder = TrainingPromptBuilder(bundle.tokenizer, longest + 1)  # and the end token
         return LikelihoodLoss(bundle), AnswerCollator(builder, PARAPHRASES, longest, self.seed, recites=True), examples
-
-
-for _recipe in (AnswerRecipe, NextTokenRecipe, ReconstructionRecipe):
-    register_stage(_recipe, make_compression_job)

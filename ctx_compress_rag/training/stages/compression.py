@@ -151,40 +151,39 @@ class CompressionRecipe(Recipe):
         """Return the loss that the stage minimizes, its collator and its examples; each stage has its own."""
         raise NotImplementedError
 
+    def make_job(self) -> TrainingJob:
+        """Return a job that will train a bundle and save it. Its report includes the reports of earlier stages."""
+        examples = load_training_examples(self)
+        bundle = bundle_to_train(self, examples)
+        objective, collate, arranged = self.objective(bundle, examples)
+        objective.seed = self.seed
+        about = decoder_report(bundle.backbone, objective) | encoder_report(bundle)
+        saved = bundle.config.decoder is None
+        speed_up_training(bundle.backbone.model, self.optim, dynamic=not self.packed, saved=saved)
 
-def make_compression_job(recipe: CompressionRecipe) -> TrainingJob:
-    """Return a job that will train a bundle and save it. Its report includes the reports of earlier stages."""
-    examples = load_training_examples(recipe)
-    bundle = bundle_to_train(recipe, examples)
-    objective, collate, arranged = recipe.objective(bundle, examples)
-    objective.seed = recipe.seed
-    about = decoder_report(bundle.backbone, objective) | encoder_report(bundle)
-    saved = bundle.config.decoder is None
-    speed_up_training(bundle.backbone.model, recipe.optim, dynamic=not recipe.packed, saved=saved)
+        def choose_ratios(step: int) -> None:
+            part = self.curriculum_at(step)
+            objective.step, objective.ratios = step, self.ratios_at(step)
+            objective.sample = part.sample if part.each == "example" else None
 
-    def choose_ratios(step: int) -> None:
-        part = recipe.curriculum_at(step)
-        objective.step, objective.ratios = step, recipe.ratios_at(step)
-        objective.sample = part.sample if part.each == "example" else None
+        if bundle.report:
+            about["earlier"] = bundle.report
 
-    if bundle.report:
-        about["earlier"] = bundle.report
+        def save(report: dict[str, Any]) -> None:
+            bundle.report = report
+            bundle.save_pretrained(self.output / "bundle", int8=self.int8)
 
-    def save(report: dict[str, Any]) -> None:
-        bundle.report = report
-        bundle.save_pretrained(recipe.output / "bundle", int8=recipe.int8)
-
-    return TrainingJob(
-        objective,
-        arranged,
-        collate,
-        save,
-        about=about,
-        on_step=choose_ratios,
-        measure=getattr(objective, "measure", None),
-        layers=bundle_decoder_layers(bundle),
-        micro_batch_size=1 if recipe.packed else None,
-    )
+        return TrainingJob(
+            objective,
+            arranged,
+            collate,
+            save,
+            about=about,
+            on_step=choose_ratios,
+            measure=getattr(objective, "measure", None),
+            layers=bundle_decoder_layers(bundle),
+            micro_batch_size=1 if self.packed else None,
+        )
 
 
 def encoder_report(bundle: Bundle) -> dict[str, Any]:

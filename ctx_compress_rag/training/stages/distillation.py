@@ -17,9 +17,8 @@ from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import SlotObjective, TrainingBatch
-from ctx_compress_rag.training.recipe import register_stage
 from ctx_compress_rag.training.stages.answer import AnswerCollator
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective
 
 REPEAT = "{context}\n\nRepeat the text."
 
@@ -104,6 +103,3 @@ class DistillationCollator(AnswerCollator):
         texts = [batch["passages"][place].text for place in repeated]
         repeats = [self.builder.holed_prompt(recitation_example(text), REPEAT) for text in texts]
         return batch | {"repeats": TrainingBatch(repeats, [[place] for place in repeated])}
-
-
-register_stage(DistillationRecipe, make_compression_job)

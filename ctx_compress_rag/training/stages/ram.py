@@ -27,8 +27,7 @@ from ctx_compress_rag.text.templates import PASSAGE_SEPARATOR
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
-from ctx_compress_rag.training.recipe import register_stage
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective
 
 
 class RamRecipe(CompressionRecipe):
@@ -185,6 +184,3 @@ def _positives(passage: RamSegments, turn: Turn) -> list[bool]:
     if turn.evidence:
         return passage.quoted(turn.evidence)
     return passage.holding_answers([answer for answer in turn.answers if answer.strip().lower() not in ("yes", "no")])
-
-
-register_stage(RamRecipe, make_compression_job)

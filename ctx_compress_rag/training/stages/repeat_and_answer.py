@@ -28,8 +28,7 @@ from ctx_compress_rag.training.engine.packing import PackedSlots, RowPacker, col
 from ctx_compress_rag.training.examples import load_training_texts, recitation_example
 from ctx_compress_rag.training.objective import SlotObjective
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
-from ctx_compress_rag.training.recipe import register_stage
-from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective, make_compression_job
+from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective
 
 ANSWER, REPEAT = 0, 1
 
@@ -262,6 +261,3 @@ class _Filling:
             self.slots.append(self.slot_count + tokens // ratio)
             self.slot_count += -(-len(passage) // ratio)
         return True
-
-
-register_stage(RepeatAndAnswerRecipe, make_compression_job)

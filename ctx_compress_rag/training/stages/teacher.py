@@ -27,7 +27,6 @@ from ctx_compress_rag.training.engine.speedups import speed_up_training
 from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import ExampleCollator
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
-from ctx_compress_rag.training.recipe import register_stage
 from ctx_compress_rag.training.stages.compression import decoder_report
 
 
@@ -52,6 +51,35 @@ class TeacherRecipe(Recipe):
         if self.tune.mode != "lora":
             raise ValueError(f"tune.mode is {self.tune.mode}: a teacher is a LoRA adapter, so give lora")
         return self
+
+    def make_job(self) -> TrainingJob:
+        """Return a job that will train a decoder's adapter on the recipe's questions, and save the adapter."""
+        examples: Any = load_training_examples(self)
+        backbone = Backbone(*load_decoder(self.decoder, self.revision, training_processes().device))
+        base, tokenizer = backbone.model, backbone.tokenizer
+        backbone.add_adapter(TEACHER, lambda: lora_config(self.tune))
+        builder = TrainingPromptBuilder(tokenizer, self.data.max_answer_tokens)
+        data = self.data
+        model: nn.Module
+        collate: Collate
+        if self.packing:
+            examples = PackedTextData(builder, examples, self)
+            collate = collate_packed
+            speed_up_training(base, self.optim)
+            model = PackedTextLoss(backbone)
+        else:
+            collate = TextCollator(builder, data.templates, data.max_context_tokens, self.seed)
+            model = AnswerLoss(backbone)
+
+        def save(report: dict[str, Any]) -> None:
+            save_file(backbone.adapter_state(TEACHER), self.output / ADAPTER_FILE, metadata={"format": "pt"})
+            config = base.peft_config[TEACHER]
+            config.base_model_name_or_path, config.revision = base.name_or_path, self.revision
+            config.save_pretrained(str(self.output))
+
+        about = decoder_report(backbone, model)
+        layers, micro = transformers_layers([base]), 1 if self.packing else None
+        return TrainingJob(model, examples, collate, save, about=about, layers=layers, micro_batch_size=micro)
 
 
 class AnswerLoss(BatchMeanLoss, nn.Module):
@@ -134,36 +162,3 @@ class PackedTextData:
             if packer.fits(prompt.length):
                 packer.add(torch.from_numpy(prompt.ids()), torch.from_numpy(prompt.answers))
         return packer.packed
-
-
-def make_teacher_job(recipe: TeacherRecipe) -> TrainingJob:
-    """Return a job that will train a decoder's adapter on the recipe's questions, and save the adapter."""
-    examples: Any = load_training_examples(recipe)
-    backbone = Backbone(*load_decoder(recipe.decoder, recipe.revision, training_processes().device))
-    base, tokenizer = backbone.model, backbone.tokenizer
-    backbone.add_adapter(TEACHER, lambda: lora_config(recipe.tune))
-    builder = TrainingPromptBuilder(tokenizer, recipe.data.max_answer_tokens)
-    data = recipe.data
-    model: nn.Module
-    collate: Collate
-    if recipe.packing:
-        examples = PackedTextData(builder, examples, recipe)
-        collate = collate_packed
-        speed_up_training(base, recipe.optim)
-        model = PackedTextLoss(backbone)
-    else:
-        collate = TextCollator(builder, data.templates, data.max_context_tokens, recipe.seed)
-        model = AnswerLoss(backbone)
-
-    def save(report: dict[str, Any]) -> None:
-        save_file(backbone.adapter_state(TEACHER), recipe.output / ADAPTER_FILE, metadata={"format": "pt"})
-        config = base.peft_config[TEACHER]
-        config.base_model_name_or_path, config.revision = base.name_or_path, recipe.revision
-        config.save_pretrained(str(recipe.output))
-
-    about = decoder_report(backbone, model)
-    layers, micro = transformers_layers([base]), 1 if recipe.packing else None
-    return TrainingJob(model, examples, collate, save, about=about, layers=layers, micro_batch_size=micro)
-
-
-register_stage(TeacherRecipe, make_teacher_job)
