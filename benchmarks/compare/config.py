@@ -13,11 +13,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ctx_compress_rag.data.config import MixData
+from ctx_compress_rag.data.mixing import MixData
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.strict import Strict, explain_validation_error
-from ctx_compress_rag.training.engine.speedups import bfloat16_pays
+from ctx_compress_rag.training.engine.layers import bfloat16_pays
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
 

@@ -26,9 +26,8 @@ from ctx_compress_rag import __version__
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import read_jsonl, without_long_passages
-from ctx_compress_rag.data.mixing import mix_examples
+from ctx_compress_rag.data.mixing import MixData, mix_examples
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError, TrainingError

@@ -21,8 +21,7 @@ from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.soft_context import SoftContext
 from ctx_compress_rag.text.templates import PARAPHRASES
-from ctx_compress_rag.training.examples import recitation_example
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, recitation_example
 
 _TEMPLATE = PARAPHRASES[0]  # its answer is the passage
 _LONGEST = 512  # tokens

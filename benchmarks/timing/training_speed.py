@@ -14,8 +14,8 @@ from benchmarks.timing.phases import measured
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
+from ctx_compress_rag.training.engine.layers import bfloat16_pays, compile_decoder_layers, round_frozen_weights
 from ctx_compress_rag.training.engine.packing import RowPacker
-from ctx_compress_rag.training.engine.speedups import bfloat16_pays, compile_decoder_layers, round_frozen_weights
 from ctx_compress_rag.training.stages.teacher import PackedTextLoss
 
 _ANSWER = 24  # tokens to predict at a row's end

@@ -3,13 +3,42 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
-from ctx_compress_rag.data.config import MixData
+from pydantic import Field, PositiveInt, model_validator
+
 from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.answers import NO_ANSWER, mentions_answer
 
 _NEAR = 30  # passages before and after in the file
 _DRAWS = 20
+
+
+class MixData(Strict):
+    """Settings that turn question-answering examples into realistic prompts.
+
+    Attributes:
+        shortest, longest: a passage of fewer than `shortest` words (0: none) is padded with other short passages, to a
+            number of words drawn between `shortest` and `longest`.
+        passages: for each prompt, one of these numbers is drawn. Passages of other examples (distractors) are added
+            until the prompt has that many passages.
+        near: the share of distractors from the example's own file. The file of each other distractor is drawn at
+            random. A distractor from the example's own file is at most 30 passages away, where subjects are similar.
+        unanswerable: the share of examples whose own passages are removed. The answer is then `NO_ANSWER`.
+    """
+
+    shortest: int = Field(default=0, ge=0)
+    longest: int = Field(default=120, gt=0)
+    passages: list[PositiveInt] = Field(default=[1], min_length=1)
+    near: float = Field(default=0.5, ge=0, le=1)
+    unanswerable: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest {self.shortest} must not exceed longest {self.longest}")
+        return self
 
 
 def mix_examples(files: Sequence[Sequence[Example]], config: MixData, seed: int, block: int) -> list[Example]:

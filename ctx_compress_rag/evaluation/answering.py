@@ -94,15 +94,6 @@ def evaluation_conditions(
     }
 
 
-def check_evaluated_ratios(bundle: Bundle, ratios: Sequence[int]) -> None:
-    """Raise RatioError if a bundle cannot make slots at one of these ratios."""
-    for ratio in ratios:
-        if bundle.compressor.nestable or bundle.can_read(ratio):
-            bundle.compressor.check_ratio(ratio, bundle.config.base_ratio)
-        else:  # each ratio is compressed separately
-            bundle.check_ratio(ratio)
-
-
 def answer_questions(
     bundle: Bundle,
     questions: Sequence[Question],
@@ -113,7 +104,11 @@ def answer_questions(
     **asking: Unpack[EvaluationOptions],
 ) -> SystemAnswers:
     """Return each system's answers at every ratio, or once (FULL, NONE); the file `log`, if any, lets a run resume."""
-    check_evaluated_ratios(bundle, ratios)
+    for ratio in ratios:
+        if bundle.compressor.nestable or bundle.can_read(ratio):
+            bundle.compressor.check_ratio(ratio, bundle.config.base_ratio)
+        else:  # each ratio is compressed separately
+            bundle.check_ratio(ratio)
     about = evaluation_conditions(bundle, questions, **asking)
     sampling = Sampling(max_tokens=about["max_tokens"], extractive=about["extractive"])
     kept = None if log is None else AnswerLog(log, about, questions)

@@ -5,12 +5,45 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import Field, field_validator, model_validator
 
-from ctx_compress_rag.data.config import MixData, PartData, TextData
+from ctx_compress_rag.data.mixing import MixData
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from ctx_compress_rag.training.engine.loop import TrainingJob
+
+
+class TextData(Strict):
+    """A file of plain text (.txt, .txt.xz), or a file of questions (.jsonl, .jsonl.gz) whose passages are used as text.
+
+    Attributes:
+        file: the file's path.
+        words: the least words of a training example, which has whole lines. The last of a document may have fewer.
+    """
+
+    file: Path
+    words: int = Field(default=256, gt=0)
+
+
+class PartData(Strict):
+    """A run of consecutive examples for one stage of a comparison. It may start where an earlier stage's part ended.
+
+    Attributes:
+        start: the number of examples to skip, after mixing. After the last example, counting continues with the first.
+        examples: the number of examples to use.
+        seed: the seed for the order and the mixing of examples, used in place of the recipe's seed.
+    """
+
+    start: int = Field(ge=0)
+    examples: int = Field(gt=0)
+    seed: int = 0
+
+
+class SourceConfig(Strict):
+    """A data set that a bundle or its decoder was trained on, with its license, as the model card lists it."""
+
+    data: str
+    license: str
 
 
 class DataConfig(Strict):

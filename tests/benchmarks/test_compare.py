@@ -22,7 +22,7 @@ from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, write_jsonl
-from ctx_compress_rag.training.examples import load_training_examples
+from ctx_compress_rag.training.prompts import load_training_examples
 from helpers.models import draw_lora, save_tiny_llama
 from helpers.training import killed
 

@@ -38,8 +38,7 @@ from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import contains_answer, exact_match, mentions_answer, token_f1
 from ctx_compress_rag.text.templates import PARAPHRASES
-from ctx_compress_rag.training.examples import recitation_example
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, recitation_example
 from helpers.training import small_recipes
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks.world.world import world_examples
-from ctx_compress_rag.data.config import MixData
 from ctx_compress_rag.data.examples import SUMMARY_REQUEST, Example, Turn, read_jsonl, text_examples, write_jsonl
 from ctx_compress_rag.data.held_out import HeldOut
-from ctx_compress_rag.data.mixing import mix_examples
+from ctx_compress_rag.data.mixing import MixData, mix_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
-from ctx_compress_rag.training.examples import load_training_examples, load_training_texts
+from ctx_compress_rag.training.prompts import load_training_examples, load_training_texts
 from ctx_compress_rag.training.recipe import parse_recipe
 from helpers.training import settings_of
 

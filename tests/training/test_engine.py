@@ -26,9 +26,9 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.errors import ConfigError, DataError, TrainingError
 from ctx_compress_rag.training.config import OptimConfig
-from ctx_compress_rag.training.engine import speedups as compiled
+from ctx_compress_rag.training.engine import layers as compiled
+from ctx_compress_rag.training.engine.layers import compile_decoder_layers
 from ctx_compress_rag.training.engine.optimizers import make_optimizers, set_learning_rate
-from ctx_compress_rag.training.engine.speedups import compile_decoder_layers
 from ctx_compress_rag.training.recipe import load_recipe, parse_recipe
 from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerRecipe

@@ -19,9 +19,8 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.mean_pooling import MeanPoolingCompressor
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.training.engine.packing import PADDING, RowPacker, keeps_apart, packed_loss
-from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import TrainingBatch
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, recitation_example
 from ctx_compress_rag.training.recipe import parse_recipe
 from ctx_compress_rag.training.run import run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss

@@ -21,8 +21,7 @@ from tqdm.auto import tqdm
 from ctx_compress_rag.errors import ConfigError, TrainingError, needs
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine import optimizers, saved_states
-from ctx_compress_rag.training.engine.gradient_checkpointing import checkpoint_layers
-from ctx_compress_rag.training.engine.speedups import bfloat16_pays
+from ctx_compress_rag.training.engine.layers import bfloat16_pays, checkpoint_layers
 
 if TYPE_CHECKING:
     from accelerate import PartialState

@@ -18,9 +18,8 @@ from ctx_compress_rag.prompt import Prompt, PromptTemplate
 from ctx_compress_rag.text.templates import PARAPHRASES, PASSAGE_SEPARATOR
 from ctx_compress_rag.text.tokenizing import bos_token_id, text_ids
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss
-from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import ExampleCollator, SlotObjective, TrainingBatch
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template, recitation_example
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective
 
 

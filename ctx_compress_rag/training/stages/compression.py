@@ -15,7 +15,6 @@ from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.bundle.files import CONFIG_FILE, read_bundle_config
-from ctx_compress_rag.data.config import SourceConfig
 from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.reader import TwoLayerMap
@@ -28,13 +27,11 @@ from ctx_compress_rag.soft_context import check_ratio_divides_window
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.text.tokenizing import text_ids
-from ctx_compress_rag.training.config import Recipe
-from ctx_compress_rag.training.engine.gradient_checkpointing import bundle_decoder_layers
+from ctx_compress_rag.training.config import Recipe, SourceConfig
+from ctx_compress_rag.training.engine.layers import bundle_decoder_layers, speed_up_training
 from ctx_compress_rag.training.engine.loop import Collate, TrainingJob, training_processes
-from ctx_compress_rag.training.engine.speedups import speed_up_training
-from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import SlotObjective
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, load_training_examples
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +154,10 @@ class CompressionRecipe(Recipe):
         bundle = bundle_to_train(self, examples)
         objective, collate, arranged = self.objective(bundle, examples)
         objective.seed = self.seed
-        about = decoder_report(bundle.backbone, objective) | encoder_report(bundle)
+        about = decoder_report(bundle.backbone, objective)
+        if (ahead := bundle.compressor.looks_ahead()) is not None:
+            causal = f"causal, as layers of {type(bundle.backbone.model).__name__} are whatever the mask"
+            about["encoder"] = "looks ahead" if ahead else causal
         saved = bundle.config.decoder is None
         speed_up_training(bundle.backbone.model, self.optim, dynamic=not self.packed, saved=saved)
 
@@ -184,14 +184,6 @@ class CompressionRecipe(Recipe):
             layers=bundle_decoder_layers(bundle),
             micro_batch_size=1 if self.packed else None,
         )
-
-
-def encoder_report(bundle: Bundle) -> dict[str, Any]:
-    """Return whether the encoder looks ahead, or why not, if that is up to the decoder's layers."""
-    if (ahead := bundle.compressor.looks_ahead()) is None:
-        return {}
-    causal = f"causal, as layers of {type(bundle.backbone.model).__name__} are whatever the mask"
-    return {"encoder": "looks ahead" if ahead else causal}
 
 
 def decoder_report(backbone: Backbone, objective: nn.Module) -> dict[str, Any]:

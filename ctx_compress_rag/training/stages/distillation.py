@@ -15,8 +15,8 @@ from ctx_compress_rag.data.examples import Example
 from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.prompt import Prompt
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss
-from ctx_compress_rag.training.examples import recitation_example
 from ctx_compress_rag.training.objective import SlotObjective, TrainingBatch
+from ctx_compress_rag.training.prompts import recitation_example
 from ctx_compress_rag.training.stages.answer import AnswerCollator
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective
 

@@ -25,9 +25,13 @@ from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.tokenizing import bos_token_id
 from ctx_compress_rag.training.config import PackingConfig
 from ctx_compress_rag.training.engine.packing import PackedSlots, RowPacker, collate_packed, keeps_apart, packed_loss
-from ctx_compress_rag.training.examples import load_training_texts, recitation_example
 from ctx_compress_rag.training.objective import SlotObjective
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
+from ctx_compress_rag.training.prompts import (
+    TrainingPromptBuilder,
+    draw_prompt_template,
+    load_training_texts,
+    recitation_example,
+)
 from ctx_compress_rag.training.stages.compression import CompressionRecipe, Objective
 
 ANSWER, REPEAT = 0, 1

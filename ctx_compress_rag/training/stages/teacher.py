@@ -20,13 +20,11 @@ from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.layers import logits_at
 from ctx_compress_rag.models.loading import load_decoder
 from ctx_compress_rag.training.config import PackingConfig, Recipe
-from ctx_compress_rag.training.engine.gradient_checkpointing import transformers_layers
+from ctx_compress_rag.training.engine.layers import speed_up_training, transformers_layers
 from ctx_compress_rag.training.engine.loop import BatchMeanLoss, Collate, TrainingJob, training_processes
 from ctx_compress_rag.training.engine.packing import PackedRows, RowPacker, collate_packed, keeps_apart, packed_loss
-from ctx_compress_rag.training.engine.speedups import speed_up_training
-from ctx_compress_rag.training.examples import load_training_examples
 from ctx_compress_rag.training.objective import ExampleCollator
-from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template
+from ctx_compress_rag.training.prompts import TrainingPromptBuilder, draw_prompt_template, load_training_examples
 from ctx_compress_rag.training.stages.compression import decoder_report
 
 

@@ -2,7 +2,6 @@
 
 from llama_index.postprocessor.ctx_compress.base import CompressedContextPostprocessor
 from llama_index.postprocessor.ctx_compress.ingestion import CompressSoftContext
-from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode
-from llama_index.postprocessor.ctx_compress.sources import restore_sources
+from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, restore_sources
 
 __all__ = ["CompressSoftContext", "CompressedContextPostprocessor", "CompressedTextNode", "restore_sources"]

@@ -4,8 +4,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ctx_compress_rag.frameworks import MarkingPostprocessor
-from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, with_text
-from llama_index.postprocessor.ctx_compress.sources import restored
+from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, restored, with_text
 
 
 class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
