@@ -23,7 +23,7 @@ from packaging.version import Version
 
 import ctx_compress_rag
 from ctx_compress_rag.errors import MissingExtraError, needs
-from ctx_compress_rag.training.recipe import FOLDERS, load_recipe
+from ctx_compress_rag.training.run import FOLDERS, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ctx_compress_rag"

@@ -6,7 +6,7 @@ from statistics import mean, median
 
 from benchmarks.adaptation.systems import System
 from benchmarks.timing.phases import Phases, count_flops, time_phases
-from ctx_compress_rag.adaptation.episodes import Episode
+from ctx_compress_rag.adaptation.stages import Episode
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 

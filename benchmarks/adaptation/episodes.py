@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import zip_longest
 
-from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
+from ctx_compress_rag.adaptation.stages import AdaptationTasks, Episode
 from ctx_compress_rag.errors import DataError
 
 _POOL = 8  # a file keeps at most this many questions for demonstrations, times those of one question

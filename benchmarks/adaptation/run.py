@@ -22,13 +22,11 @@ from benchmarks.adaptation.systems import (
 )
 from benchmarks.scoring.paired import paired_difference
 from benchmarks.world.task_families import write_families
-from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
-from ctx_compress_rag.adaptation.stages import UpdatePredictorRecipe, open_recipe_decoder
+from ctx_compress_rag.adaptation.stages import AdaptationTasks, Episode, UpdatePredictorRecipe, open_recipe_decoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.evaluation import report
-from ctx_compress_rag.evaluation.plots import new_figure, save_figure
-from ctx_compress_rag.evaluation.report import ConfidenceInterval
+from ctx_compress_rag.evaluation.report import ConfidenceInterval, new_figure, save_figure
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.training.engine.saved_states import write_json
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder

@@ -17,15 +17,13 @@ from benchmarks.world import RECIPES
 from ctx_compress_rag.adaptation.adapt import Adaptation, Demonstration, adapted_decoder, demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
-from ctx_compress_rag.adaptation.episodes import Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
-from ctx_compress_rag.adaptation.stages import RetrievalAdapterRecipe, UpdatePredictorRecipe
+from ctx_compress_rag.adaptation.stages import Episode, RetrievalAdapterRecipe, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.updates import sgd_update
 from ctx_compress_rag.bundle.files import REPORT_FILE
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.training.recipe import find_recipe, load_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.run import find_recipe, load_recipe, run_recipe
 
 ALONE, BASE = "decoder alone", "base adapter"
 AT_TEST_TIME, PREDICTED = "TT-SGD, K=", "RAG-GD, K="  # and the number of steps

@@ -18,7 +18,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.strict import Strict, explain_validation_error
 from ctx_compress_rag.training.engine.layers import bfloat16_pays
-from ctx_compress_rag.training.recipe import parse_recipe
+from ctx_compress_rag.training.run import parse_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
 
 SHIPPED = Path(__file__).parent / "comparisons"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.plots import XLABEL, ScoreCurve, draw_curves, new_figure, save_figure
+from ctx_compress_rag.evaluation.report import XLABEL, ScoreCurve, draw_curves, new_figure, save_figure
 
 
 def plot_panels(

@@ -14,8 +14,7 @@ from benchmarks.scoring.paired import paired_difference
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.evaluation import report
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SOFT, TRUNCATED
-from ctx_compress_rag.evaluation.plots import ScoreCurve
-from ctx_compress_rag.evaluation.report import ConfidenceInterval, standard_error, teacher_normalized
+from ctx_compress_rag.evaluation.report import ConfidenceInterval, ScoreCurve, standard_error, teacher_normalized
 
 _CURVES = 5  # in a plot: more cannot be told apart
 _SHOWN_BY = 3.0  # standard errors

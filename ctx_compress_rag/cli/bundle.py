@@ -30,8 +30,13 @@ def train(
     """
     from ctx_compress_rag.errors import TimeUpError
     from ctx_compress_rag.training.engine.loop import training_processes
-    from ctx_compress_rag.training.recipe import load_recipe, recipe_names
-    from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, run_recipe
+    from ctx_compress_rag.training.run import (
+        check_recipe_inputs,
+        is_recipe_finished,
+        load_recipe,
+        recipe_names,
+        run_recipe,
+    )
 
     names = [recipe for name in recipes for recipe in recipe_names(name)]
     loaded = [load_recipe(recipe) for recipe in names]  # report an error in any before the first runs

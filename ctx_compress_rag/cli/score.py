@@ -43,7 +43,7 @@ def eval_(
     """
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.evaluation.harness import evaluate_sets, question_sets
-    from ctx_compress_rag.evaluation.plots import new_figure
+    from ctx_compress_rag.evaluation.report import new_figure
     from ctx_compress_rag.store.codec import check_codec
     from ctx_compress_rag.text.sentences import split_sentences
 

@@ -13,9 +13,14 @@ from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation import answering, report
 from ctx_compress_rag.evaluation.answering import EXTRACTED, FULL, NONE, SEVERAL, SOFT, TRUNCATED, EvaluationOptions
-from ctx_compress_rag.evaluation.plots import ScoreCurve, plot_scores
 from ctx_compress_rag.evaluation.questions import NeighborPassages, Question, questions_of
-from ctx_compress_rag.evaluation.report import ConfidenceInterval, standard_error, teacher_normalized
+from ctx_compress_rag.evaluation.report import (
+    ConfidenceInterval,
+    ScoreCurve,
+    plot_scores,
+    standard_error,
+    teacher_normalized,
+)
 from ctx_compress_rag.text.answers import contains_answer, declined, exact_match, token_f1
 
 

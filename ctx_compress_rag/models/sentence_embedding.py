@@ -5,27 +5,24 @@ A question is encoded in NumPy: no torch has to be imported, and it takes millis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
-
-from ctx_compress_rag.errors import ConfigError, needs
-from ctx_compress_rag.text.tokenizing import replace_surrogates
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
-
-    from ctx_compress_rag.models.minilm import MiniLm
-
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ctx_compress_rag.errors import ConfigError, needs
+from ctx_compress_rag.text.tokenizing import length_batches, replace_surrogates
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
 Floats = NDArray[np.float32]
 
+_BATCH_TOKENS = 2048
 _MOST = 256  # tokens of a text that are read
 _TABLES = ("word", "position", "token_type")
 _LAYERS, _HEADS, _EPSILON = 6, 12, 1e-12
@@ -114,8 +111,6 @@ PACKAGED = "minilm"  # the name of the MiniLM that comes as a package and needs 
 def load_embedder(name: str) -> MiniLm | SentenceTransformer:
     """Return a model on the CPU, loaded once, for "minilm", a folder or a hub id (downloaded); else ConfigError."""
     if name == PACKAGED:
-        from ctx_compress_rag.models.minilm import MiniLm
-
         return MiniLm()
     with needs("sentences"):
         from sentence_transformers import SentenceTransformer
@@ -145,3 +140,35 @@ def embed_questions(texts: Sequence[str], embedder: str = PACKAGED) -> Any:
 
 def _vectors(encode: Callable[..., Any], texts: Sequence[str]) -> Any:
     return encode([replace_surrogates(text) for text in texts], normalize_embeddings=True, show_progress_bar=False)
+
+
+class MiniLm:
+    """The packaged all-MiniLM-L6-v2 on the CPU, without sentence-transformers, which takes seconds to import."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import BertModel
+
+        from ctx_compress_rag.models.loading import progress_line
+
+        self._torch, packaged = torch, question_minilm()
+        self._tokenizer = packaged.tokenizer
+        with progress_line("loading MiniLM"):
+            model: Any = BertModel.from_pretrained(packaged.folder, use_safetensors=True, add_pooling_layer=False)
+        self.model = model.eval().requires_grad_(False)
+
+    def encode(self, texts: Sequence[str], **options: object) -> Any:
+        """Return unit vectors (texts, 384), float32 NumPy, in the direction of the mean of the last hidden states."""
+        torch = self._torch
+        rows = [torch.tensor(each.ids) for each in self._tokenizer.encode_batch(list(texts))]
+        lengths = torch.tensor([len(row) for row in rows])
+        vectors = np.empty((len(rows), self.model.config.hidden_size), np.float32)
+        for batch in length_batches(lengths.tolist(), _BATCH_TOKENS):
+            ids = torch.nn.utils.rnn.pad_sequence([rows[i] for i in batch], batch_first=True)
+            mask = (torch.arange(ids.shape[1]) < lengths[batch].unsqueeze(1)).float()
+            with torch.inference_mode():
+                hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+                vectors[batch] = torch.nn.functional.normalize((hidden * mask.unsqueeze(-1)).sum(1)).numpy()
+        return vectors
+
+    encode_document = encode_query = encode

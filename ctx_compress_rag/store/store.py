@@ -46,9 +46,8 @@ from ctx_compress_rag.store.record import (
     readable_scopes,
     record_id,
 )
-from ctx_compress_rag.store.records import Records, summarize_store
+from ctx_compress_rag.store.records import Records, TransientParts, summarize_store
 from ctx_compress_rag.store.threads import caller_gone, shielded_from_interrupts
-from ctx_compress_rag.store.transient import TransientParts
 from ctx_compress_rag.strict import as_int, as_seconds, check_known_options
 
 logger = logging.getLogger(__name__)

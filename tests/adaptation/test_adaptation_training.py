@@ -11,15 +11,13 @@ from benchmarks.adaptation.prompt_tuning import PromptTuningLoss, with_prefix
 from ctx_compress_rag.adaptation.adapt import demonstration_prompts
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
-from ctx_compress_rag.adaptation.episodes import AdaptationTasks
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate, PredictorConfig
-from ctx_compress_rag.adaptation.stages import MatchingLoss, RetrievalAdapterLoss, shuffled_passes
+from ctx_compress_rag.adaptation.stages import AdaptationTasks, MatchingLoss, RetrievalAdapterLoss, shuffled_passes
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
-from ctx_compress_rag.training.recipe import parse_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.run import parse_recipe, run_recipe
 from helpers.adaptation import DEMONSTRATIONS, QUESTIONS, random_adapter
 from helpers.training import report, settings_of, small_recipes
 

@@ -26,8 +26,8 @@ from benchmarks.world.world import world_examples
 from ctx_compress_rag.adaptation.adapt import adapted_decoder
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
-from ctx_compress_rag.adaptation.episodes import AdaptationTasks, Episode
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
+from ctx_compress_rag.adaptation.stages import AdaptationTasks, Episode
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder

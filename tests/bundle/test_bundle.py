@@ -21,7 +21,7 @@ from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.loading import load_decoder, progress_line
-from ctx_compress_rag.models.minilm import MiniLm
+from ctx_compress_rag.models.sentence_embedding import MiniLm
 from helpers.models import read_both_ways, widen
 
 PROMPT = torch.arange(20, 50).unsqueeze(0)

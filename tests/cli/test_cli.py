@@ -23,7 +23,7 @@ from ctx_compress_rag.cli import main
 from ctx_compress_rag.cli.shared import app
 from ctx_compress_rag.data.examples import write_jsonl
 from ctx_compress_rag.store.key import KEY_VARIABLE
-from ctx_compress_rag.training.recipe import SHIPPED
+from ctx_compress_rag.training.run import SHIPPED
 from helpers.cli import assert_same_contents, contents, write_docs
 from helpers.forked import run_python
 from helpers.store import WordBundle

@@ -16,7 +16,7 @@ from ctx_compress_rag.data.mixing import MixData, mix_examples
 from ctx_compress_rag.errors import ConfigError, DataError
 from ctx_compress_rag.text.answers import NO_ANSWER, normalize_answer
 from ctx_compress_rag.training.prompts import load_training_examples, load_training_texts
-from ctx_compress_rag.training.recipe import parse_recipe
+from ctx_compress_rag.training.run import parse_recipe
 from helpers.training import settings_of
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ctx_compress_rag.evaluation.answering import truncate_passages
-from ctx_compress_rag.evaluation.plots import ScoreCurve, plot_scores
-from ctx_compress_rag.evaluation.report import standard_error, teacher_normalized
+from ctx_compress_rag.evaluation.report import ScoreCurve, plot_scores, standard_error, teacher_normalized
 from ctx_compress_rag.marking.budget import nearest_sentences
 from helpers import architectures
 from helpers.methods import minilm, unigram

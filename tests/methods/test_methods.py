@@ -23,8 +23,7 @@ from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.methods.registry import METHODS, Method
 from ctx_compress_rag.training.engine.layers import bundle_decoder_layers, checkpoint_layers
 from ctx_compress_rag.training.prompts import passage_examples
-from ctx_compress_rag.training.recipe import SHIPPED, load_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.run import SHIPPED, load_recipe, run_recipe
 from ctx_compress_rag.training.stages.compression import CompressionRecipe
 from helpers.forked import COMMAND, run_python
 from helpers.methods import IMPORTED, MATRIX, PASSAGES, trained

@@ -26,7 +26,7 @@ from ctx_compress_rag.methods.ram import RamCompressor, RamConfig, RamSegments
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.store.passage import passage_content_id
-from ctx_compress_rag.store.transient import TransientParts
+from ctx_compress_rag.store.records import TransientParts
 from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss

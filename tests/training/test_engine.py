@@ -29,8 +29,7 @@ from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine import layers as compiled
 from ctx_compress_rag.training.engine.layers import compile_decoder_layers
 from ctx_compress_rag.training.engine.optimizers import make_optimizers, set_learning_rate
-from ctx_compress_rag.training.recipe import load_recipe, parse_recipe
-from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, run_recipe
+from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, load_recipe, parse_recipe, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerRecipe
 from helpers.forked import COMMAND, Forked, run_by
 from helpers.models import save_tiny_llama

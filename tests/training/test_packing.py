@@ -21,8 +21,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.training.engine.packing import PADDING, RowPacker, keeps_apart, packed_loss
 from ctx_compress_rag.training.objective import TrainingBatch
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, recitation_example
-from ctx_compress_rag.training.recipe import parse_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.run import parse_recipe, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.stages.compression import bundle_to_train
 from ctx_compress_rag.training.stages.repeat_and_answer import (

@@ -24,8 +24,7 @@ from ctx_compress_rag.errors import BundleError, ConfigError, DataError
 from ctx_compress_rag.methods.ram import RamConfig
 from ctx_compress_rag.text.templates import PARAPHRASES
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, passage_examples
-from ctx_compress_rag.training.recipe import load_recipe, parse_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.run import load_recipe, parse_recipe, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss, NextTokenCollator
 from ctx_compress_rag.training.stages.compression import bundle_to_train
 from ctx_compress_rag.training.stages.ram import RamCollator, RamLoss

@@ -28,8 +28,7 @@ from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 from ctx_compress_rag.training.engine.loop import count_batch_tokens, speed_report
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder, passage_token_shares
-from ctx_compress_rag.training.recipe import SHIPPED, parse_recipe
-from ctx_compress_rag.training.run import run_recipe
+from ctx_compress_rag.training.run import SHIPPED, parse_recipe, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerCollator, LikelihoodLoss
 from ctx_compress_rag.training.stages.distillation import (
     DistillationCollator,

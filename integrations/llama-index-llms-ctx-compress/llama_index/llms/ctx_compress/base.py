@@ -1,8 +1,8 @@
-"""Define the LLM class, and find the JSON schemas of answers that LlamaIndex parses."""
+"""Define the LLM class, find the JSON schemas of answers that LlamaIndex parses, and count tokens with markers."""
 
 import json
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any, Self, TypeVar, cast
 
 from llama_index.core.base.llms.types import (
@@ -23,6 +23,7 @@ from llama_index.core.bridge.pydantic import ConfigDict, PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
+from llama_index.core.memory import Memory
 from llama_index.core.output_parsers import PydanticOutputParser, SelectionOutputParser
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, PromptTemplate
 from llama_index.core.prompts.prompt_type import PromptType
@@ -30,10 +31,13 @@ from llama_index.core.question_gen.output_parser import SubQuestionOutputParser
 from llama_index.core.types import Model
 
 from ctx_compress_rag.decoding.logprobs import TokenLogprob
+from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.decoding.sampling import Generation, Sampling
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks import DecoderLLM
 from ctx_compress_rag.prompt import Message
+from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import scope as in_scope
 
 # A small decoder may never end a string or a list by itself, and both have to fit into `max_tokens`.
 _MOST_QUESTIONS = 5
@@ -334,3 +338,45 @@ def _chat(response: CompletionResponse) -> ChatResponse:
         additional_kwargs=response.additional_kwargs,
         logprobs=response.logprobs,
     )
+
+
+_RESERVED = 500  # tokens that LlamaIndex keeps free for an answer that it refines
+
+
+def chat_memory(llm: CompressedContextLLM, token_limit: int | None = None, **options: Any) -> Memory:
+    """Return a memory for LlamaIndex's chat engines, which counts a marker as its slots.
+
+    A chat engine fails with "Chunk size ... is not positive" if its history leaves no room for passages, as by
+    default it may. Here, a history takes at most half of the tokens that are not reserved for the answer, or
+    `token_limit`. `options` go to `Memory.from_defaults`.
+
+    Raises ConfigError if nothing of the window is left.
+    """
+    window, answer = llm.metadata.context_window, llm.metadata.num_output
+    if token_limit is None:
+        token_limit = (window - answer - _RESERVED) // 2
+    if token_limit <= 0:
+        raise ConfigError(
+            f"max_tokens={answer} and the {_RESERVED} tokens that LlamaIndex reserves leave nothing of "
+            f"the window of {window} for a history: give a smaller max_tokens"
+        )
+    return Memory.from_defaults(token_limit=token_limit, tokenizer_fn=marker_tokenizer(llm.store, llm.scope), **options)
+
+
+def marker_tokenizer(store: SoftContextStore, scope: str | None = None) -> Callable[[str], list[int]]:
+    """Return the decoder's tokenizer with one id for each slot of a marker, for `Settings.tokenizer`.
+
+    With another tokenizer, LlamaIndex counts a marker's letters when it packs a prompt. Keep a passage's slots below
+    the chunk size (also that of a `CitationQueryEngine`): a longer one is cut, and half a marker is only text.
+
+    Args:
+        store: the store of the soft contexts.
+        scope: tenant or user of the markers; None takes the scope of `ctx_compress_rag.scope`, else the store's.
+    """
+    preparer = PromptPreparer(store.bundle, store)
+
+    def tokenize(text: str) -> list[int]:
+        with nullcontext() if scope is None else in_scope(scope):
+            return preparer.token_ids(text)
+
+    return tokenize

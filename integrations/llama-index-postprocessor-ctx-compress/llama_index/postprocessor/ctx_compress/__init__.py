@@ -1,7 +1,6 @@
 """LlamaIndex postprocessor that replaces retrieved text by soft contexts."""
 
-from llama_index.postprocessor.ctx_compress.base import CompressedContextPostprocessor
-from llama_index.postprocessor.ctx_compress.ingestion import CompressSoftContext
+from llama_index.postprocessor.ctx_compress.base import CompressedContextPostprocessor, CompressSoftContext
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, restore_sources
 
 __all__ = ["CompressSoftContext", "CompressedContextPostprocessor", "CompressedTextNode", "restore_sources"]
