@@ -35,7 +35,7 @@ def index(
     repair: Annotated[
         bool, Option("--repair", help="First check all passages, and compress damaged ones again.")
     ] = False,
-    codec: Annotated[str | None, Option(metavar="CODEC", help="How a new store keeps slots: int8 or fp16.")] = None,
+    codec: Annotated[shared.Codec | None, Option(help="How a new store keeps slots.")] = None,
     embedder: Annotated[
         str | None, Option(metavar="NAME", help="A sentence-transformers model.  [default: the index's, else MiniLM]")
     ] = None,
@@ -51,12 +51,9 @@ def index(
     from ctx_compress_rag.indexing.build import compress_collection, update_index
     from ctx_compress_rag.indexing.index import open_index
     from ctx_compress_rag.indexing.inputs import open_index_input
-    from ctx_compress_rag.store.codec import check_codec
 
     if (path is None) == (collection is None):
         raise ConfigError("give either a folder or file to index, or --collection NAME")
-    if codec is not None:
-        check_codec(codec)
     if collection is not None:
         # Your app's collection keeps its own passages and vectors.
         own = {"embedder": embedder, "prune": prune, "repair": repair, "chunk_tokens": chunk_tokens}

@@ -20,7 +20,7 @@ def eval_(
         Option(metavar="N", min=1, help="Passages per prompt, the nearest added.  [default: the question's own]"),
     ] = None,
     ratios: shared.Ratios = None,
-    codec: Annotated[str | None, Option(metavar="CODEC", help="Slots' codec: int8 (default) or fp16.")] = None,
+    codec: Annotated[shared.Codec | None, Option(help="Slots' codec.  [default: int8]")] = None,
     no_extraction: Annotated[
         bool, Option("--no-extraction", help="Leave out sentences, alone and in mixes: they need MiniLM.")
     ] = False,
@@ -44,14 +44,11 @@ def eval_(
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.evaluation.harness import evaluate_sets, question_sets
     from ctx_compress_rag.evaluation.report import new_figure
-    from ctx_compress_rag.store.codec import check_codec
     from ctx_compress_rag.text.sentences import split_sentences
 
     new_figure(1, 1)  # report a missing package before the work starts
     if not no_extraction:
         split_sentences("")
-    if codec is not None:
-        check_codec(codec)
     options = shared.engine_options(engine, server_key, weights=weights)
     sets = question_sets(data, questions, passages or 1)
     opened = Bundle.from_pretrained(bundle, device=device, dtype=dtype)

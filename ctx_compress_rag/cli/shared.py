@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from io import TextIOWrapper
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from typer import Option
@@ -118,6 +118,7 @@ INDEX = "chroma"  # the default folder
 # Control characters, marks that change the writing direction, and surrogates (undecodable bytes of file names).
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+Codec = Literal["int8", "fp16"]
 Index = Annotated[str, Option(metavar="DIR", help="The Chroma folder of an index.")]
 AnyBundle = Annotated[str, Option(metavar="BUNDLE", help="A bundle's folder, hub id or shipped name.")]
 OwnBundle = Annotated[

@@ -14,8 +14,7 @@ from ctx_compress_rag.decoding.filters import (
     generation_filters,
     generation_settings,
 )
-from ctx_compress_rag.decoding.logprobs import LogprobRecorder
-from ctx_compress_rag.decoding.sampling import FinishReason, Generation, Sampling
+from ctx_compress_rag.decoding.sampling import FinishReason, Generation, LogprobRecorder, Sampling
 from ctx_compress_rag.prompt import Prompt
 
 _COLDEST = 1e-6

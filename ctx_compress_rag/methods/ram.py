@@ -25,7 +25,7 @@ from ctx_compress_rag.methods.base.compressor import (
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import LinearMap, Reader
-from ctx_compress_rag.methods.base.rendering import PassageStore, TransientPart
+from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.text.tokenizing import check_text_length, text_ids, text_tokens
 
@@ -201,7 +201,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
 
     def render(
         self,
-        store: PassageStore,
+        store: Any,
         texts: Sequence[str],
         ids: Sequence[str],
         ratio: int | None,
@@ -358,9 +358,7 @@ def skimmed_slots(hidden: Tensor, attention_mask: Tensor, question: Tensor) -> T
     return (similarity.softmax(-1).unsqueeze(-1) * hidden).sum(1)
 
 
-def _representations(
-    store: PassageStore, ids: Sequence[str], passages: Sequence[RamSegments], scope: str | None
-) -> Tensor:
+def _representations(store: Any, ids: Sequence[str], passages: Sequence[RamSegments], scope: str | None) -> Tensor:
     """Return the stored r_i of all segments: (segments, dim)."""
     stored = store.get(ids, scope, [passage.text for passage in passages])
     for id, soft, passage in zip(ids, stored, passages, strict=True):

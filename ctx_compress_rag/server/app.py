@@ -16,8 +16,14 @@ from ctx_compress_rag.indexing.retrieval import IndexRetrieval
 from ctx_compress_rag.marking.mark import Marking
 from ctx_compress_rag.prompt import PromptLike
 from ctx_compress_rag.server import requests
-from ctx_compress_rag.server.faults import RequestError, error_response
-from ctx_compress_rag.server.guard import ApiKeys, RequestGuard, ServerLimits, ServerMetrics
+from ctx_compress_rag.server.guard import (
+    ApiKeys,
+    RequestError,
+    RequestGuard,
+    ServerLimits,
+    ServerMetrics,
+    error_response,
+)
 from ctx_compress_rag.server.replies import Kind, OpenAIReply, gather_answers, stream_answer, unless_client_gone
 from ctx_compress_rag.store import SoftContextStore
 from ctx_compress_rag.store.marker import escaped_markers

@@ -9,11 +9,9 @@ from contextlib import aclosing
 from typing import Any, Literal, TypeVar
 
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs, openai_completion_logprobs
-from ctx_compress_rag.decoding.sampling import Generation, Sampling
+from ctx_compress_rag.decoding.sampling import Generation, Sampling, openai_chat_logprobs, openai_completion_logprobs
 from ctx_compress_rag.prompt import PromptLike
-from ctx_compress_rag.server.faults import RequestError, error_response
-from ctx_compress_rag.server.guard import ServerMetrics
+from ctx_compress_rag.server.guard import RequestError, ServerMetrics, error_response
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[str | Generation, None]

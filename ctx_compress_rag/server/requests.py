@@ -16,8 +16,7 @@ from ctx_compress_rag.decoding.filters import requested_json_schema
 from ctx_compress_rag.decoding.sampling import OPTIONS, Sampling, SamplingOptions, sampling_with_defaults
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Message
-from ctx_compress_rag.server.faults import RequestError
-from ctx_compress_rag.server.guard import ServerLimits
+from ctx_compress_rag.server.guard import RequestError, ServerLimits
 from ctx_compress_rag.strict import explain_fault
 from ctx_compress_rag.text.chat import THOUGHTS
 

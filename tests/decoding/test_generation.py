@@ -15,8 +15,7 @@ from transformers import GenerationConfig
 
 from ctx_compress_rag.decoding.answering import GrowingAnswer
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.logprobs import LogprobRecorder
-from ctx_compress_rag.decoding.sampling import Sampling
+from ctx_compress_rag.decoding.sampling import LogprobRecorder, Sampling
 from ctx_compress_rag.decoding.splice import open_decoder_model, splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt

@@ -18,13 +18,13 @@ from starlette.routing import Mount
 from ctx_compress_rag import Decoder, SoftContextStore
 from ctx_compress_rag.errors import ConfigError, DecoderMemoryError, ServerError, StoreWriteError
 from ctx_compress_rag.server.app import create_app
-from ctx_compress_rag.server.faults import error_response
 from ctx_compress_rag.server.guard import (
     KEYS_VARIABLE,
     ApiKeys,
     RequestGuard,
     ServerLimits,
     ServerMetrics,
+    error_response,
     find_api_keys,
 )
 from ctx_compress_rag.server.run import LimitedProtocol, open_server_socket

@@ -17,8 +17,7 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions, Halt
 from ctx_compress_rag.decoding.export import vllm_dtype_name, vllm_models
 from ctx_compress_rag.decoding.filters import closed_json_schema, generation_settings
-from ctx_compress_rag.decoding.logprobs import TokenLogprob, logprobs_from_openai
-from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling
+from ctx_compress_rag.decoding.sampling import Generation, Put, Sampling, TokenLogprob, logprobs_from_openai
 from ctx_compress_rag.decoding.splice import splice_prompts
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, ServerError, needs
 from ctx_compress_rag.prompt import Prompt

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ctx_compress_rag.soft_context import SoftContext, merge_factor
 
@@ -14,18 +14,6 @@ class TransientPart:
     text: str
     soft: SoftContext
     key: tuple[str, ...]
-
-
-class PassageStore(Protocol):
-    """What methods read and write of a store as they render passages; `SoftContextStore` describes it."""
-
-    bundle: Any
-
-    @property
-    def base_ratio(self) -> int: ...
-    def get(self, ids: Sequence[str], scope: str | None, texts: Sequence[str]) -> list[SoftContext | None]: ...
-    def markers(self, ids: Sequence[str], ratio: int, scope: str | None, texts: Sequence[str]) -> list[str]: ...
-    def transient_markers(self, parts: Sequence[TransientPart], scope: str | None) -> list[str]: ...
 
 
 class PassageRenderer:
@@ -50,7 +38,7 @@ class PassageRenderer:
 
     def render(
         self,
-        store: PassageStore,
+        store: Any,
         texts: Sequence[str],
         ids: Sequence[str],
         ratio: int | None,
@@ -59,7 +47,7 @@ class PassageRenderer:
     ) -> list[str]:
         """Return stored texts as a prompt shows them: as markers, or as kept text with markers in it.
 
-        `texts` and `ids` go in pairs. `ratio` None is the finest. Raises ConfigError if the method needs a question and
-        there is none, and errors as `check_ratio` and `SoftContextStore.markers`.
+        `store` is a `SoftContextStore`; `texts` and `ids` go in pairs. `ratio` None is the finest. Raises ConfigError
+        if the method needs a question and there is none, and errors as `check_ratio` and `SoftContextStore.markers`.
         """
         return store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)

@@ -232,7 +232,7 @@ class _Training:
         self.losses.clear()
 
     def _save(self) -> None:
-        if not optimizers.all_weights_finite(self.model):
+        if not all(weight.isfinite().all() for weight in self.parameters):
             raise _diverged(self.output, f"weights are NaN or infinite after step {self.step}")
         if self.job.measure:
             self.history[-1] |= self.job.measure()

@@ -13,10 +13,6 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def all_weights_finite(model: nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in trained_parameters(model).values())
-
-
 def make_optimizers(model: nn.Module, optim: OptimConfig) -> list[Optimizer]:
     """Return AdamW for the trained parameters; with `muon_learning_rate`, Muon (Jordan et al. 2024) for their matrices.
 

@@ -20,7 +20,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import BaseModel, ConfigDict
 
 from ctx_compress_rag.decoding.decoder import Decoder
-from ctx_compress_rag.decoding.logprobs import openai_chat_logprobs
+from ctx_compress_rag.decoding.sampling import openai_chat_logprobs
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks import DecoderLLM
 from ctx_compress_rag.text.chat import THOUGHTS

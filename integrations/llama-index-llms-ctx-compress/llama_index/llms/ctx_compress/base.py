@@ -30,9 +30,8 @@ from llama_index.core.prompts.prompt_type import PromptType
 from llama_index.core.question_gen.output_parser import SubQuestionOutputParser
 from llama_index.core.types import Model
 
-from ctx_compress_rag.decoding.logprobs import TokenLogprob
 from ctx_compress_rag.decoding.preparer import PromptPreparer
-from ctx_compress_rag.decoding.sampling import Generation, Sampling
+from ctx_compress_rag.decoding.sampling import Generation, Sampling, TokenLogprob
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks import DecoderLLM
 from ctx_compress_rag.prompt import Message
