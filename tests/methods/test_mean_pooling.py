@@ -130,7 +130,7 @@ def with_options(request: pytest.FixtureRequest, make_tiny_bundle: Any) -> Bundl
     return draw(make_tiny_bundle(encoder=MODES[request.param], **OPTIONS))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(ids=st.lists(st.integers(5, 590), min_size=1, max_size=40), ratio=st.sampled_from([4, 8, 16]))
 def test_slots_with_all_options_are_those_of_a_plain_computation(
     with_options: Bundle, ids: list[int], ratio: int
@@ -199,7 +199,7 @@ def test_batches_stay_within_their_budget(bundle: Any, monkeypatch: pytest.Monke
 
 
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3), factor=st.sampled_from([2, 4, 8, 16]))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_merging_equals_compressing_at_the_coarser_ratio(bundle: Any, lengths: list[int], factor: int) -> None:
     """Nestable, over lengths of up to several windows, none of which a merged slot may span wrongly."""
     passages = [[(7 * i + n) % 500 + 20 for i in range(n)] for n in lengths]

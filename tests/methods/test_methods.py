@@ -175,7 +175,8 @@ def objective_and_batch(recipe: Any, bundle: Bundle) -> tuple[torch.nn.Module, d
 def test_a_step_of_each_stage_moves_what_is_trained_and_nothing_else(make: Any, case: tuple[str, str]) -> None:
     name, form = case
     stages = {recipe.stage: recipe for recipe in recipes(name)}  # type: ignore[attr-defined]
-    for stage, recipe in stages.items():
+    first = form == next(iter(MATRIX[name]))  # the other forms make a step of the last stage alone
+    for stage, recipe in list(stages.items())[0 if first else -1 :]:
         bundle = make(name, form, seed=4)
         objective, batch = objective_and_batch(recipe, bundle)
         parameters = {n: p for n, p in objective.named_parameters() if p.requires_grad}

@@ -237,7 +237,7 @@ words = st.lists(
 
 @given(passages=st.lists(words.map(" ".join).filter(str.strip), min_size=1, max_size=3), ratio=st.integers(2, 9))
 @example(passages=["1612. é🙂"], ratio=2)
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_nothing_is_lost_and_k_segments_are_kept(
     bundle: Bundle, store: SoftContextStore, passages: list[str], ratio: int
 ) -> None:

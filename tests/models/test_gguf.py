@@ -20,6 +20,7 @@ from helpers.gguf import ARCHES, write_gguf
 PROMPT = (torch.arange(520).unsqueeze(0) * 7 % 57) + 3
 # Others are refused, or llama.cpp's converter leaves out what makes them others.
 OTHERS = ("Llama 4", "Qwen3-Next", "Gemma 4", "Gemma 4, vectors per layer", "Jamba", "DeepSeek V2", "DeepSeek V3")
+MANY_LAYERS = {"Gemma 2, 46 layers as 27B", "EXAONE 4, windows as 32B"}
 READ = [
     name
     for name in SHAPES
@@ -38,7 +39,9 @@ def test_each_architecture_that_is_read_has_a_shape() -> None:
     assert {ARCHES.get(each, each) for each in types} == ARCHITECTURES.keys()
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MANY_LAYERS)) for name in READ]
+)
 def test_the_model_is_the_one_that_was_written(name: str, tmp_path: Path) -> None:
     """Rotary scaling, biases, windows, scales, sizes of heads, experts: transformers computes what the file says.
 

@@ -40,7 +40,12 @@ def folder(request: Any, make_tiny_bundle: Any, tmp_path_factory: pytest.TempPat
     return made
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "torch.float16", torch.bfloat16, "float32"])
+@pytest.mark.parametrize(
+    ("folder", "dtype"),
+    [(False, "bfloat16"), (False, "torch.float16"), (True, torch.bfloat16), (True, "float32")],
+    indirect=["folder"],
+    scope="module",
+)
 def test_the_dtype_is_the_one_asked_for(folder: Path, dtype: Any) -> None:
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
     whole, loaded = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, dtype=dtype)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.decoders.build import tiny_model, tiny_tokenizer
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.decoding.export import export_for_vllm
 from ctx_compress_rag.errors import BundleError, ConfigError
@@ -23,19 +24,6 @@ from helpers import architectures
 from helpers.arcaligner import make_reader, prompts, read
 from helpers.methods import COMPREXIT
 from helpers.models import tiny_config
-
-SHAPE: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SMALL = SHAPE | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-def tiny(kind: str, **shape: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SMALL | {"initializer_range": 0.2} | shape)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():  # of some, zeros would hide others
-        parameter if parameter.any() else parameter.normal_()
-    return model
-
 
 Given = dict[str, Any]
 CALLS = count()
@@ -67,13 +55,13 @@ def cached(model: Any, given: Given) -> int:
 
 def ids_scaled(model: Any, given: Given) -> None:
     if (ids := given.pop("input_ids", None)) is not None:
-        given["inputs_embeds"] = model.get_input_embeddings()(ids) * (1 + ids % 3).unsqueeze(-1)
+        given["inputs_embeds"] = model.get_input_embeddings()(ids) * (1 + ids % 5).unsqueeze(-1)
 
 
 def buffer_for_ids(model: Any, given: Given) -> None:
     if (ids := given.pop("input_ids", None)) is not None:
         vectors = model.get_input_embeddings()(ids)
-        given["inputs_embeds"] = vectors + torch.linspace(-1, 1, 32).to(vectors.dtype)
+        given["inputs_embeds"] = vectors + torch.linspace(-1, 1, 64).to(vectors.dtype)
 
 
 def no_vectors(model: Any, given: Given) -> None:
@@ -102,41 +90,28 @@ def at_once(given: Given, out: Any) -> None:
 
 VECTORS, PADDED, CACHE = "reads vectors", "padded on the left", "goes on from its cache"
 FAULTS: dict[str, tuple[str, str, Any]] = {
-    "embeddings scaled on the way of ids only": (VECTORS, "Llama", fault(ids_scaled)),
-    "a buffer added on the way of ids only": (VECTORS, "Llama", fault(buffer_for_ids)),
-    "vectors refused": (VECTORS, "Llama", fault(no_vectors)),
-    "a buffer that changes with each call": (VECTORS, "Llama", fault(after=counted)),
-    "rows that see each other": (VECTORS, "Llama", fault(after=lambda _, out: out.logits.add_(out.logits.mean(0)))),
+    "embeddings scaled on the way of ids only": (VECTORS, "llama", fault(ids_scaled)),
+    "a buffer added on the way of ids only": (VECTORS, "llama", fault(buffer_for_ids)),
+    "vectors refused": (VECTORS, "llama", fault(no_vectors)),
+    "a buffer that changes with each call": (VECTORS, "llama", fault(after=counted)),
+    "rows that see each other": (VECTORS, "llama", fault(after=lambda _, out: out.logits.add_(out.logits.mean(0)))),
     "a future that is seen": (
-        VECTORS, "Llama", fault(after=lambda _, out: out.logits.add_(out.logits.mean(1, keepdim=True)))
+        VECTORS, "llama", fault(after=lambda _, out: out.logits.add_(out.logits.mean(1, keepdim=True)))
     ),
-    "tables of layers left out": (VECTORS, "Gemma3nText", fault(lambda _, given: given.pop("per_layer_inputs", None))),
-    "no mask": (PADDED, "Llama", fault(lambda _, given: given.pop("attention_mask", None))),
-    "padding that leaks": (PADDED, "Llama", fault(after=lambda _, out: out.logits.add_(0.1 * out.logits[:, :1]))),
-    "positions ignored": (PADDED, "GPT2", fault(lambda _, given: given.pop("position_ids", None))),
-    "a cache that forgets": (CACHE, "Llama", fault(forgotten)),
-    "a state that forgets": (CACHE, "Mamba2", fault(forgotten_state)),
+    "tables of layers left out": (VECTORS, "gemma3n_text", fault(lambda _, given: given.pop("per_layer_inputs", None))),
+    "no mask": (PADDED, "llama", fault(lambda _, given: given.pop("attention_mask", None))),
+    "padding that leaks": (PADDED, "llama", fault(after=lambda _, out: out.logits.add_(0.1 * out.logits[:, :1]))),
+    "positions ignored": (PADDED, "gpt2", fault(lambda _, given: given.pop("position_ids", None))),
+    "a cache that forgets": (CACHE, "llama", fault(forgotten)),
+    "a state that forgets": (CACHE, "mamba2", fault(forgotten_state)),
     "a first position again": (
-        CACHE, "Llama", fault(lambda model, given: cached(model, given) and given["position_ids"].zero_())
+        CACHE, "llama", fault(lambda model, given: cached(model, given) and given["position_ids"].zero_())
     ),
     "padding read in a step": (
-        CACHE, "Llama", fault(lambda model, given: cached(model, given) and given["attention_mask"].fill_(1))
+        CACHE, "llama", fault(lambda model, given: cached(model, given) and given["attention_mask"].fill_(1))
     ),
-    "other weights with a cache": (VECTORS, "Llama", fault(after=at_once)),
-    "overflow": ("NaN or infinity", "Llama", fault(after=lambda _, out: out.logits.div_(0.0))),
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "Gemma3nText": {
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_hidden_layers": 4, "head_dim": 16,
-        "intermediate_size": [32] * 4, "num_kv_shared_layers": 2, "laurel_rank": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-        "num_key_value_heads": 1,
-    },
-    "Mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 4},
-    "FalconH1": {
-        "embedding_multiplier": 5.5, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
-        "mamba_chunk_size": 4, "mamba_n_groups": 1, "num_key_value_heads": 1,
-    },
+    "other weights with a cache": (VECTORS, "llama", fault(after=at_once)),
+    "overflow": ("NaN or infinity", "llama", fault(after=lambda _, out: out.logits.div_(0.0))),
 }  # fmt: skip
 
 
@@ -144,17 +119,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_refused(name: str, dtype: torch.dtype) -> None:
     way, kind, install = FAULTS[name]
-    model = tiny(kind, **SHAPES.get(kind, {})).to(dtype)
+    model = tiny_model(kind).to(dtype)
     prove_decoder(model)
     install(model)
     with pytest.raises(ValueError, match=way):
         prove_decoder(model)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2", *SHAPES])
+@pytest.mark.parametrize("kind", ["falcon_h1", "gemma3n_text", "gpt2", "llama", "mamba2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rounding_is_no_fault(kind: str, dtype: torch.dtype) -> None:
-    prove_decoder(tiny(kind, **SHAPES.get(kind, {})).to(dtype))
+    prove_decoder(tiny_model(kind).to(dtype))
 
 
 def test_a_decoder_is_proved_once_and_named_when_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +144,9 @@ def test_a_decoder_is_proved_once_and_named_when_refused(tmp_path: Path, monkeyp
     counting.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", counting)
     folder = tmp_path / "decoder"
-    model = tiny("Llama")
+    model = tiny_model("llama")
     model.save_pretrained(folder)
-    architectures.tokenizer("Llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     load_decoder(folder)
     assert passes
     passes.clear()
@@ -179,15 +154,23 @@ def test_a_decoder_is_proved_once_and_named_when_refused(tmp_path: Path, monkeyp
     assert not passes
     load_decoder(folder, dtype="bfloat16")  # rounds otherwise, and may overflow
     assert passes
-    tiny("OpenAIGPT").save_pretrained(folder)
+    tiny_model("openai-gpt").save_pretrained(folder)
     for _ in range(2):  # what is refused is not kept
         with pytest.raises(BundleError, match=f"'{folder}'.*OpenAIGPT.*goes on from its cache.*choose another"):
             load_decoder(folder)
 
 
-@pytest.mark.parametrize("kind", ["Gemma3nText", "FalconH1"])
+def reading_more(kind: str) -> Any:
+    """A decoder that reads token ids in a way in which it does not read vectors."""
+    model = tiny_model(kind)
+    if kind == "falcon_h1":
+        model.model.embedding_multiplier = 5.5
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "falcon_h1"])
 def test_slots_that_are_text_change_nothing_beside_what_ids_bring(kind: str) -> None:
-    model = tiny(kind, **SHAPES[kind])
+    model = reading_more(kind)
     inputs, ids = DecoderInputs(model), torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
     assert not inputs.vectors_suffice
     with torch.no_grad():
@@ -199,8 +182,7 @@ def test_slots_that_are_text_change_nothing_beside_what_ids_bring(kind: str) -> 
 
 
 def test_methods_that_read_layers_refuse_several_streams() -> None:
-    wide = {"hidden_size": 64, "vocab_size": 400, "vocab_size_per_layer_input": 400}
-    model = tiny("Gemma3nText", **SHAPES["Gemma3nText"] | wide)
+    model = tiny_model("gemma3n_text")
     reader = make_reader(model=model)
     with pytest.raises(ConfigError, match=r"returns states of shape \(4, .*mean_pooling"):
         read(reader, prompts(reader))
@@ -209,10 +191,10 @@ def test_methods_that_read_layers_refuse_several_streams() -> None:
         compressor.hidden_states(torch.ones(1, 16, dtype=torch.long))
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("Gemma3nText", "look up token ids"), ("FalconH1", "scales embeddings")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("gemma3n_text", "look up token ids"), ("falcon_h1", "scales embeddings")]
+)
 def test_a_server_that_reads_vectors_alone_is_refused(kind: str, reason: str, tmp_path: Path) -> None:
-    tokenizer = architectures.tokenizer("Llama")
-    model = tiny(kind, **SHAPES[kind] | {"vocab_size": len(tokenizer)})
     config = tiny_config(method={"name": "mean_pooling", "layers": 0, "encoder": {"mode": "frozen"}}, base_ratio=4)
     with pytest.raises(ConfigError, match=f"{reason}.*use the engine 'transformers'"):
-        export_for_vllm(Bundle.build(config, Backbone(model, tokenizer)), tmp_path)
+        export_for_vllm(Bundle.build(config, Backbone(reading_more(kind), tiny_tokenizer())), tmp_path)
