@@ -198,7 +198,7 @@ class Bundle(PlainDecoder):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the config, the weights and the decoder (see `identity.bundle_fingerprint`), as 64 hex digits."""
+        """SHA-256 of the config, the weights and the decoder (see `files.bundle_fingerprint`), as 64 hex digits."""
         if self._fingerprint is None:
             states = {part: module.saved_state() for part, module in self.parts.items()}
             adapters = self.backbone.adapters & states.keys()

@@ -265,7 +265,7 @@ def open_index(
     Bundle and embedder (a sentence-transformers model) are folders, hub ids or shipped names. None takes those of the
     index or, for a new one, the shipped English bundle and the packaged MiniLM. `codec` is that of `SoftContextStore`,
     `device` and `dtype` are those of `Bundle.from_pretrained`; `llama_cpp`, llama.cpp's weights, opens the bundle only
-    to answer with that engine (see `opening`). Raises StoreError if there is no index to open, or if it
+    to answer with that engine (see `open_for_llama_cpp`). Raises StoreError if there is no index to open, or if it
     is of another embedder, and FingerprintMismatchError if it is of another bundle.
     """
     check_index_exists(folder, create)

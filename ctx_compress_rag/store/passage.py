@@ -62,7 +62,7 @@ class StoredPassage:
         metadata: its metadata.
         n_slots: number of its slots, at the base ratio.
         n_tokens: number of its source tokens.
-        sentences: the packed vectors of its sentences (see `store.sentences`); "" if none are stored.
+        sentences: the packed vectors of its sentences (see `store.record`); "" if none are stored.
         marker: the letters that name it in markers; "" if its slots are damaged.
     """
 

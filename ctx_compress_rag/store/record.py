@@ -52,7 +52,7 @@ class Record:
     slots: int
     tokens: int  # number of source tokens that the slots stand for
     payload_hash: str
-    sentences: str  # vectors of the passage's sentences, see `sentences.pack_sentence_vectors`, or ""
+    sentences: str  # vectors of the passage's sentences, see `pack_sentence_vectors`, or ""
     signature: str = ""  # covers collection's name, id (and so the scope), hashes, marker id, counts and metadata
 
     @classmethod
