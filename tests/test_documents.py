@@ -29,7 +29,7 @@ from ctx_compress_rag.bundle.card import model_card
 from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
-from ctx_compress_rag.methods.registry import METHODS
+from ctx_compress_rag.methods.base.config import MethodConfig
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -282,7 +282,7 @@ def test_the_picture_is_what_its_script_writes() -> None:
 
 def test_the_api_lists_the_settings_of_every_method() -> None:
     page = (DOCS / "api" / "training.md").read_text(encoding="utf-8").splitlines()
-    shipped = [f"{method.config.__module__}.{method.config.__name__}" for method in METHODS.values()]
+    shipped = [f"{method.__module__}.{method.__name__}" for method in MethodConfig.methods.values()]
     assert all(f"::: {name}" in page for name in shipped if name.startswith("ctx_compress_rag."))
 
 

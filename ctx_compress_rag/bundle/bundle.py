@@ -21,7 +21,6 @@ from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.errors import BundleError, ConfigError, RatioError
 from ctx_compress_rag.methods.base.compressor import Compressor, TokenizedPassage
 from ctx_compress_rag.methods.base.reader import Reader
-from ctx_compress_rag.methods.registry import METHODS
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder, pin_gguf
 from ctx_compress_rag.models.identity import write_decoder
@@ -174,9 +173,8 @@ class Bundle(PlainDecoder):
         """
         if isinstance(config.decoder, GgufDecoder):
             config = config.model_copy(update={"decoder": pin_gguf(config.decoder, config.revision)})
-        method = METHODS[config.method.name]
-        compressor = method.compressor(backbone, config.method)
-        reader = method.reader(backbone, config.method, compressor)
+        compressor = config.method.compressor(backbone)
+        reader = config.method.reader(backbone, compressor)
         if teacher is not None:
             add_teacher(backbone, teacher)
         return cls(config, backbone, compressor, reader)

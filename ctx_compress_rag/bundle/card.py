@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctx_compress_rag.bundle.config import BundleConfig
-from ctx_compress_rag.methods.registry import METHODS
 
 _LIMIT = "Compression loses detail: run `ctx-compress eval` on your own questions before you rely on it."
 
@@ -15,7 +14,7 @@ def model_card(config: BundleConfig, report: Mapping[str, Any], fingerprint: str
     recipe = report.get("recipe", {})
     license = recipe.get("decoder_license")
     facts = [
-        ("Method", f"{config.method.name} ({METHODS[config.method.name].paper})"),
+        ("Method", f"{config.method.name} ({config.method.paper})"),
         ("Decoder", f"{decoder} ({license})" if license else decoder),
         *([] if config.source is None else [("Imported from", str(config.source))]),
         ("Reads", config.reads),

@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
 from ctx_compress_rag.models.backbone import Backbone
@@ -46,12 +45,20 @@ class ArcAlignerConfig(SentenceUnits):
         gate_width: the width of the gates' inner layer, which the paper does not give.
     """
 
+    paper = "ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG"
+
     name: Literal["arcaligner"] = "arcaligner"
     lora: SelectiveLoraConfig | None = SelectiveLoraConfig()
     loops: int = Field(default=3, ge=0)
     gated_layers: Literal["all"] | list[int] = "all"
     gate: Literal["learned", "open"] = "learned"
     gate_width: int = Field(default=128, gt=0)
+
+    def compressor(self, backbone: Backbone) -> SentenceSlotsCompressor:
+        return SentenceSlotsCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> "ArcAlignerReader":
+        return ArcAlignerReader(backbone, compressor.dim, self)
 
 
 class SlotPlaces:
@@ -308,11 +315,3 @@ def _is_read_on(cache: Cache) -> bool:
         return bool(cache.get_seq_length() > 0)
     except ValueError:  # of states alone, as Mamba's
         return bool(cache.has_previous_state())
-
-
-METHODS["arcaligner"] = Method(
-    config=ArcAlignerConfig,
-    compressor=SentenceSlotsCompressor,
-    reader=lambda backbone, config, compressor: ArcAlignerReader(backbone, compressor.dim, config),
-    paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
-)

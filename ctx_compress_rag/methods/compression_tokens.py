@@ -1,7 +1,7 @@
 """Compression tokens (Simple Context Compression, sections 3 and 5.1)."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.inputs import NO_TOKEN
@@ -23,10 +22,18 @@ class CompressionTokensConfig(MethodConfig):
     `encoder` and `decoder` say how each is trained.
     """
 
+    paper = "Simple Context Compression: Mean-Pooling and Multi-Ratio Training"
+
     name: Literal["compression_tokens"] = "compression_tokens"
     attention: Literal["causal", "bidirectional"] = "bidirectional"
     encoder: TuneConfig = TuneConfig()
     decoder: TuneConfig = TuneConfig()
+
+    def compressor(self, backbone: Backbone) -> "CompressionTokensCompressor":
+        return CompressionTokensCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> Reader:
+        return Reader(backbone, LinearMap(compressor.dim, backbone.dim), self.decoder)
 
 
 class CompressionTokensCompressor(TrunkCompressor, TokenCompressor):
@@ -120,13 +127,3 @@ def compression_mask(real: Sequence[Tensor], bidirectional: bool, dtype: torch.d
         seen = seen | (same & (query > 0))
     hidden = ~(seen & torch.cat(list(real), dim=1).unsqueeze(1))
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill(hidden, torch.finfo(dtype).min)[:, None]
-
-
-METHODS["compression_tokens"] = Method(
-    config=CompressionTokensConfig,
-    compressor=CompressionTokensCompressor,
-    reader=lambda backbone, config, compressor: Reader(
-        backbone, LinearMap(compressor.dim, backbone.dim), config.decoder
-    ),
-    paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-)

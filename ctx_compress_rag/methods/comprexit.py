@@ -1,7 +1,7 @@
 """ComprExIT (section 3.2)."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import layer_states
@@ -28,6 +27,8 @@ class ComprexitConfig(MethodConfig):
     eq. 6), here the square root of 256 as in attention, nor `epsilon`, the weight of the entropy in eq. 11.
     """
 
+    paper = "Context Compression via Explicit Information Transmission"
+
     name: Literal["comprexit"] = "comprexit"
     layers: Literal["all", "last"] = "all"
     allocation: Literal["transport", "window_attention"] = "transport"
@@ -41,6 +42,12 @@ class ComprexitConfig(MethodConfig):
     # 0.02, 30 iterations leave 2% of the mass in the wrong place; at 0.05, less than 0.1%.
     epsilon: float = Field(default=0.05, gt=0)
     iterations: int = Field(default=30, gt=0)
+
+    def compressor(self, backbone: Backbone) -> "ComprexitCompressor":
+        return ComprexitCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> Reader:
+        return Reader(backbone, TwoLayerMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen"))
 
 
 class TransportPlan(nn.Module):
@@ -230,13 +237,3 @@ def _mix(states: Sequence[Tensor], weights: Tensor) -> Tensor:
     for number, state in enumerate(states[1:], 1):
         mixed = mixed + state * weights[..., number]
     return mixed
-
-
-METHODS["comprexit"] = Method(
-    config=ComprexitConfig,
-    compressor=ComprexitCompressor,
-    reader=lambda backbone, config, compressor: Reader(
-        backbone, TwoLayerMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
-    ),
-    paper="Context Compression via Explicit Information Transmission",
-)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TrunkCompressor, mean_pool_slots
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.models.backbone import Backbone
 
@@ -37,6 +36,8 @@ class MeanPoolingConfig(MethodConfig):
             initially zero; None adds none. A mean loses the order of its tokens, at which these vectors hint.
     """
 
+    paper = "Simple Context Compression: Mean-Pooling and Multi-Ratio Training"
+
     name: Literal["mean_pooling"] = "mean_pooling"
     encoder: TuneConfig = TuneConfig()
     decoder: TuneConfig = TuneConfig()
@@ -58,6 +59,12 @@ class MeanPoolingConfig(MethodConfig):
                 "embedding_skip, hidden_map and positions"
             )
         return self
+
+    def compressor(self, backbone: Backbone) -> "MeanPoolingCompressor":
+        return MeanPoolingCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> Reader:
+        return Reader(backbone, LinearMap(compressor.dim, backbone.dim) if self.linear else None, self.decoder)
 
 
 class MeanPoolingCompressor(TrunkCompressor, TokenCompressor):
@@ -144,13 +151,3 @@ def full_attention_mask(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     hidden = (1.0 - attention_mask.to(dtype)) * torch.finfo(dtype).min
     return hidden[:, None, None, :].expand(-1, 1, attention_mask.shape[1], -1)
-
-
-METHODS["mean_pooling"] = Method(
-    config=MeanPoolingConfig,
-    compressor=MeanPoolingCompressor,
-    reader=lambda backbone, config, compressor: Reader(
-        backbone, LinearMap(compressor.dim, backbone.dim) if config.linear else None, config.decoder
-    ),
-    paper="Simple Context Compression: Mean-Pooling and Multi-Ratio Training",
-)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -19,7 +19,6 @@ from ctx_compress_rag.methods.base.compressor import (
     join_slots,
 )
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.inputs import NO_TOKEN
@@ -39,6 +38,8 @@ class MemoryTokensConfig(OneRatioConfig):
         wrap: the learned vectors that the decoder reads around the slots; none by default.
     """
 
+    paper = "PISCO: Pretty Simple Compression for Retrieval-Augmented Generation"
+
     name: Literal["memory_tokens"] = "memory_tokens"
     slots: int = Field(gt=0)
     begin: int = Field(default=0, ge=0)
@@ -52,6 +53,12 @@ class MemoryTokensConfig(OneRatioConfig):
     @property
     def window(self) -> int:
         return self.ratio * self.slots
+
+    def compressor(self, backbone: Backbone) -> "MemoryTokensCompressor":
+        return MemoryTokensCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> Reader:
+        return Reader(backbone, None, self.decoder, self.wrap)
 
 
 @dataclass(frozen=True)
@@ -152,11 +159,3 @@ def _spread(tokens: int, slots: int) -> Tensor:
     """Return source tokens per slot, as even as possible; each slot saw all tokens, so only the sum matters."""
     bounds = torch.arange(slots + 1) * tokens // slots
     return bounds.diff()
-
-
-METHODS["memory_tokens"] = Method(
-    config=MemoryTokensConfig,
-    compressor=MemoryTokensCompressor,
-    reader=lambda backbone, config, compressor: Reader(backbone, None, config.decoder, config.wrap),
-    paper="PISCO: Pretty Simple Compression for Retrieval-Augmented Generation",
-)

@@ -19,7 +19,6 @@ from ctx_compress_rag.methods.base.compressor import (
     token_windows,
 )
 from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, WrapConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import model_folder_digest
@@ -44,6 +43,8 @@ class OwnEncoderConfig(OneRatioConfig):
         wrap: the learned vectors that the decoder reads around the slots; none by default.
     """
 
+    paper = "Latent Context Language Models"
+
     name: Literal["own_encoder"] = "own_encoder"
     encoder: str | None = None
     subfolder: str | None = None
@@ -56,6 +57,12 @@ class OwnEncoderConfig(OneRatioConfig):
     normed: bool = False
     decoder: TuneConfig = TuneConfig(mode="frozen")
     wrap: WrapConfig = WrapConfig()
+
+    def compressor(self, backbone: Backbone) -> "OwnEncoderCompressor":
+        return OwnEncoderCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> Reader:
+        return Reader(backbone, TwoLayerMap(self.dim, backbone.dim, self.normed), self.decoder, self.wrap)
 
 
 class OwnEncoderCompressor(Compressor):
@@ -146,13 +153,3 @@ class OwnEncoderCompressor(Compressor):
                     yield PassageSlots(*mean_pool_slots(real, torch.ones(length, dtype=torch.long), self.config.ratio))
 
         return self.in_batches(owners, [len(ids) for ids in read], rows)
-
-
-METHODS["own_encoder"] = Method(
-    config=OwnEncoderConfig,
-    compressor=OwnEncoderCompressor,
-    reader=lambda backbone, config, compressor: Reader(
-        backbone, TwoLayerMap(config.dim, backbone.dim, config.normed), config.decoder, config.wrap
-    ),
-    paper="Latent Context Language Models",
-)

@@ -23,7 +23,6 @@ from ctx_compress_rag.methods.base.compressor import (
     pad_token_ids,
 )
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.methods.base.rendering import TransientPart
 from ctx_compress_rag.models.backbone import Backbone
@@ -146,6 +145,8 @@ class RamConfig(MethodConfig):
     "average", or drops it ("none"). These switches are the ablations of section 4.5.
     """
 
+    paper = "Read As Human: Compressing Context via Parallelizable Close Reading and Skimming"
+
     name: Literal["ram"] = "ram"
     segment_tokens: int = Field(default=50, gt=0)
     encoder: TuneConfig = TuneConfig(mode="full")
@@ -171,6 +172,14 @@ class RamConfig(MethodConfig):
             )
         if (least := min(ratios)) < 2:
             raise RatioError(f"ratio={least}: a ram bundle needs a ratio of 2 or more")
+
+    def compressor(self, backbone: Backbone) -> "RamCompressor":
+        return RamCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> Reader:
+        # W_align of eq. 5 is the reader's map; without skimming it has nothing to map.
+        projection = None if self.skimming == "none" else LinearMap(compressor.dim, backbone.dim)
+        return Reader(backbone, projection, self.decoder)
 
 
 class RamCompressor(TrunkCompressor, TokenCompressor):
@@ -368,14 +377,3 @@ def _representations(store: Any, ids: Sequence[str], passages: Sequence[RamSegme
                 "the decoder's tokenizer changed since; delete the passage from the store and add it again"
             )
     return torch.cat([torch.from_numpy(soft.slots) for soft in stored if soft is not None])
-
-
-METHODS["ram"] = Method(
-    config=RamConfig,
-    compressor=RamCompressor,
-    # W_align of eq. 5 is the reader's map; without skimming it has nothing to map.
-    reader=lambda backbone, config, compressor: Reader(
-        backbone, None if config.skimming == "none" else LinearMap(compressor.dim, backbone.dim), config.decoder
-    ),
-    paper="Read As Human: Compressing Context via Parallelizable Close Reading and Skimming",
-)

@@ -14,10 +14,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 import ctx_compress_rag.methods as methods
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import MethodConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.strict import any_of
-
-__all__ = ["METHODS", "AnyMethodConfig", "Method"]
 
 for _found in pkgutil.iter_modules(methods.__path__, f"{methods.__name__}."):
     if _found.name != __name__:
@@ -34,8 +31,7 @@ for _entry in entry_points(group="ctx_compress_rag.methods"):
 
 
 def _of_its_class(settings: Any) -> MethodConfig:
-    classes = tuple(method.config for method in METHODS.values())
-    config: MethodConfig = any_of(classes, "name").validate_python(settings)
+    config: MethodConfig = any_of(tuple(MethodConfig.methods.values()), "name").validate_python(settings)
     return config
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.methods.base.compressor import Compressor, PassageSlots, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
 from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import progress_line
@@ -51,8 +50,16 @@ class SentenceSlotsConfig(SentenceUnits):
     The decoder is frozen, as in xRAG, and only the projector is trained.
     """
 
+    paper = "ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG"
+
     name: Literal["sentence_slots"] = "sentence_slots"
     decoder: TuneConfig = TuneConfig(mode="frozen")
+
+    def compressor(self, backbone: Backbone) -> SentenceSlotsCompressor:
+        return SentenceSlotsCompressor(backbone, self)
+
+    def reader(self, backbone: Backbone, compressor: Any) -> Reader:
+        return Reader(backbone, TwoLayerMap(compressor.dim, backbone.dim), self.decoder)
 
 
 _CACHED_VECTORS = 16_384
@@ -206,13 +213,3 @@ class SentenceSlotsCompressor(Compressor):
                 f"the compressor's weights do not fit its config: expected {_DIGEST}, got {sorted(state)}"
             )
         self.encoder.expect(bytes(state[_DIGEST].to(torch.uint8).tolist()))
-
-
-METHODS["sentence_slots"] = Method(
-    config=SentenceSlotsConfig,
-    compressor=SentenceSlotsCompressor,
-    reader=lambda backbone, config, compressor: Reader(
-        backbone, TwoLayerMap(compressor.dim, backbone.dim), config.decoder
-    ),
-    paper="ArcAligner: Adaptive Recursive Aligner for Compressed Context Embeddings in RAG",
-)

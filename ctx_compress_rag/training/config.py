@@ -173,7 +173,7 @@ class BaseRecipe(Strict):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        cls.stages |= dict.fromkeys(get_args(cls.model_fields["stage"].annotation), cls)
+        cls.stages.update(dict.fromkeys(get_args(cls.model_fields["stage"].annotation), cls))
 
     def make_job(self) -> "TrainingJob":
         """Return what the recipe trains; each stage has its own."""

@@ -20,7 +20,6 @@ from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor, TokenizedPassage
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.reader import LinearMap, Reader
-from ctx_compress_rag.methods.registry import METHODS, Method
 from ctx_compress_rag.training.engine.layers import bundle_decoder_layers, checkpoint_layers
 from ctx_compress_rag.training.prompts import passage_examples
 from ctx_compress_rag.training.run import SHIPPED, load_recipe, run_recipe
@@ -30,6 +29,7 @@ from helpers.methods import IMPORTED, MATRIX, PASSAGES, trained
 from helpers.store import assert_same
 from helpers.training import save_decoder, write_recipe
 
+METHODS = MethodConfig.methods
 CASES = [(name, form) for name in METHODS for form in MATRIX.get(name, ())]
 
 
@@ -221,8 +221,19 @@ def test_checkpointed_layers_give_the_same_gradients(make: Any, method: str) -> 
 
 
 class FirstTokensConfig(MethodConfig):
+    paper = "A toy"
+
     name: Literal["first_tokens"] = "first_tokens"
     gain: float = 1.0
+
+    def compressor(self, backbone: Any) -> Any:
+        return FirstTokens(backbone, self)
+
+    def reader(self, backbone: Any, compressor: Any) -> Reader:
+        return Reader(backbone, LinearMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen"))
+
+
+del METHODS["first_tokens"]  # tests that use it put it back
 
 
 class FirstTokens(TokenCompressor):
@@ -241,14 +252,7 @@ class FirstTokens(TokenCompressor):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    METHODS["first_tokens"] = Method(
-        config=FirstTokensConfig,
-        compressor=FirstTokens,
-        reader=lambda backbone, config, compressor: Reader(
-            backbone, LinearMap(compressor.dim, backbone.dim), TuneConfig(mode="frozen")
-        ),
-        paper="A toy",
-    )
+    METHODS["first_tokens"] = FirstTokensConfig
     yield
     del METHODS["first_tokens"]
 
@@ -294,13 +298,9 @@ sys.path.insert(0, sys.argv.pop(1))
 _MODULE = """
 from typing import Literal
 from ctx_compress_rag.methods.base.config import MethodConfig
-from ctx_compress_rag.methods.base.method import METHODS, Method
-
 class ToyConfig(MethodConfig):
     name: Literal["toy"] = "toy"
     gain: float = 1.0
-
-METHODS["toy"] = Method(config=ToyConfig, compressor=None, reader=None, paper="A toy")
 """
 _USER = """
 from ctx_compress_rag.bundle.config import BundleConfig

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
-from ctx_compress_rag.methods.base.method import MethodPart, train_decoder_copy
+from ctx_compress_rag.methods.base.part import MethodPart, train_decoder_copy
 from ctx_compress_rag.methods.base.rendering import PassageRenderer
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk

@@ -1,13 +1,18 @@
 """The base classes of methods' settings."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.soft_context import merge_factor
 from ctx_compress_rag.strict import Strict
+
+if TYPE_CHECKING:  # they import torch
+    from ctx_compress_rag.methods.base.compressor import Compressor
+    from ctx_compress_rag.methods.base.reader import Reader
+    from ctx_compress_rag.models.backbone import Backbone
 
 
 class TuneConfig(Strict):
@@ -56,9 +61,26 @@ class WrapConfig(Strict):
 
 
 class MethodConfig(Strict):
-    """The base class of methods' settings. Each subclass has a literal `name`, which selects it."""
+    """The base class of methods' settings. A subclass with a literal `name`, which selects it, is a method."""
+
+    methods: ClassVar[dict[str, type["MethodConfig"]]] = {}
+    """The settings' class of each method, by the method's name."""
+    paper: ClassVar[str] = ""
+    """The title of the method's paper."""
 
     name: str
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.methods.update(dict.fromkeys(get_args(cls.model_fields["name"].annotation), cls))
+
+    def compressor(self, backbone: "Backbone") -> "Compressor":
+        """Make the untrained compressor for a decoder."""
+        raise NotImplementedError
+
+    def reader(self, backbone: "Backbone", compressor: Any) -> "Reader":
+        """Make the untrained reader for a decoder and the compressor."""
+        raise NotImplementedError
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
         """Raise RatioError for the first of `ratios` that the method cannot make from slots stored at `base_ratio`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ctx_compress_rag.methods.base.config import TuneConfig, WrapConfig, lora_config
-from ctx_compress_rag.methods.base.method import MethodPart, train_decoder_copy
+from ctx_compress_rag.methods.base.part import MethodPart, train_decoder_copy
 from ctx_compress_rag.models.backbone import Backbone
 
 # E[GELU(x)^2] for standard normal x.

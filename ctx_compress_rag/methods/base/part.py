@@ -1,22 +1,13 @@
-"""What a method is: two parts, a compressor and a reader, and an entry in the table of methods."""
-
-from __future__ import annotations
+"""What the two parts of a method, compressor and reader, have in common."""
 
 from abc import ABC
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ctx_compress_rag.errors import BundleError
-from ctx_compress_rag.methods.base.config import MethodConfig
 from ctx_compress_rag.models.backbone import Backbone
-
-if TYPE_CHECKING:  # they are based on `MethodPart`
-    from ctx_compress_rag.methods.base.compressor import Compressor
-    from ctx_compress_rag.methods.base.reader import Reader
 
 
 class MethodPart(nn.Module, ABC):
@@ -70,16 +61,3 @@ def train_decoder_copy(model: nn.Module) -> list[nn.Parameter]:
     for parameter in trained:
         parameter.data = parameter.data.float()
     return trained
-
-
-@dataclass(frozen=True)
-class Method:
-    """A compression method, as bundles and recipes use it."""
-
-    config: type[MethodConfig]  # whose literal `name` is the method's name
-    compressor: Callable[[Backbone, Any], Compressor]  # from the decoder and the settings
-    reader: Callable[[Backbone, Any, Any], Reader]  # from the decoder, the settings and the compressor
-    paper: str  # its title
-
-
-METHODS: dict[str, Method] = {}  # by the literal `name` of their settings
