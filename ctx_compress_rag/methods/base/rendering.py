@@ -50,4 +50,5 @@ class PassageRenderer:
         `store` is a `SoftContextStore`; `texts` and `ids` go in pairs. `ratio` None is the finest. Raises ConfigError
         if the method needs a question and there is none, and errors as `check_ratio` and `SoftContextStore.markers`.
         """
-        return store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)
+        markers: list[str] = store.markers(ids, store.base_ratio if ratio is None else ratio, scope, texts)
+        return markers
