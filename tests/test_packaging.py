@@ -13,6 +13,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ def test_public_names_lead_to_what_they_say() -> None:
         _ = ctx_compress_rag.Bundel
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imports_of(tree: ast.AST, at_import_time: bool = False) -> Iterator[str]:
     """Full names of absolute imports, but for those of types alone; `at_import_time` leaves out functions, too."""
     later = (ast.FunctionDef, ast.AsyncFunctionDef) if at_import_time else ()
@@ -97,7 +103,7 @@ def test_a_room_imports_only_from_those_before_it() -> None:
     for file in FILES:
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if room != "__init__":  # public names, imported on first use
-            names = imports_of(ast.parse(file.read_text(encoding="utf-8")))
+            names = imports_of(parsed(file))
             rooms = {name.split(".")[1] for name in names if name.startswith("ctx_compress_rag.")}
             assert rooms - {"__version__"} <= {*ORDER[: ORDER.index(room) + 1]}, file
 
@@ -105,7 +111,7 @@ def test_a_room_imports_only_from_those_before_it() -> None:
 def test_nothing_imports_the_laboratory_or_the_guest() -> None:
     """Adaptation is imported by who adapts, and by `training`'s table of stages when a recipe has one of its own."""
     for file in [*FILES, *INTEGRATIONS.rglob("*.py")]:
-        names = [*imports_of(ast.parse(file.read_text(encoding="utf-8")))]
+        names = [*imports_of(parsed(file))]
         assert not {"benchmarks", "tests"} & {name.split(".")[0] for name in names}, file
         guest = [name for name in names if name.startswith("ctx_compress_rag.adaptation")]
         assert not guest or file.is_relative_to(PACKAGE / "adaptation"), file
@@ -117,7 +123,7 @@ def test_every_module_imports() -> None:
 
 
 def foreign_distributions(file: Path, at_import_time: bool) -> set[str]:
-    names = {name.split(".")[0] for name in imports_of(ast.parse(file.read_text(encoding="utf-8")), at_import_time)}
+    names = {name.split(".")[0] for name in imports_of(parsed(file), at_import_time)}
     foreign = names - {"ctx_compress_rag", *sys.stdlib_module_names}
     return {canonicalize_name(OWNERS.get(name, [name])[0]) for name in foreign}
 
@@ -142,7 +148,7 @@ def test_a_framework_s_package_imports_only_what_it_declares() -> None:
         allowed = {*declared(project["dependencies"]), PROJECT["name"]}
         allowed |= {"llama-index"} if "llama-index-core" in allowed else {"langchain-ctx-compress"}
         for file in folder.rglob("*.py"):
-            names = {name.split(".")[0] for name in imports_of(ast.parse(file.read_text(encoding="utf-8")))}
+            names = {name.split(".")[0] for name in imports_of(parsed(file))}
             assert {canonicalize_name(name) for name in names - sys.stdlib_module_names} <= allowed, file
 
 
@@ -256,6 +262,7 @@ def test_a_wheel_alone_brings_no_framework_s_folder(wheels: dict[Path, Path], tm
     assert run_python(code, tmp_path, wheels[ROOT], "-S") == "None\n"
 
 
+@pytest.mark.slow
 def test_installed_wheels_import_and_have_the_command(wheels: dict[Path, Path], tmp_path: Path) -> None:
     modules = ["ctx_compress_rag", *(min(names, key=len) for names in PARTNER_MODULES.values())]
     code = f"""

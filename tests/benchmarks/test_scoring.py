@@ -140,6 +140,7 @@ def test_repeated_tokens_are_scored_by_their_place(tiny_bundle: Any) -> None:
     assert full.right.keys() == none.right.keys()
 
 
+@pytest.mark.slow
 def test_a_linear_probe_finds_what_slots_hold() -> None:
     """A rotation of the mean embedding of two tokens gives both away; other slots give only how frequent they are."""
     generator = torch.Generator().manual_seed(0)
@@ -161,6 +162,7 @@ def test_a_probe_tells_a_passage_from_another() -> None:
     assert len(score.own) == 40 and sum(score.own) > sum(score.other) + 8
 
 
+@pytest.mark.slow
 def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:
     examples = world_examples("test", 0, 24, 1, (1,))
     passages = list(dict.fromkeys(e.passages[0] for e in examples))

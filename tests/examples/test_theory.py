@@ -203,7 +203,11 @@ def test_comparison_with_twice_the_steps_of_autograd(name: str, depth: int) -> N
 
 
 @pytest.mark.parametrize(
-    "interface", [Projection(documents=2, inputs=6), DotProduct(2, Generator().manual_seed(0), inputs=6)]
+    "interface",
+    [
+        pytest.param(Projection(documents=2, inputs=6), marks=pytest.mark.slow),
+        DotProduct(2, Generator().manual_seed(0), inputs=6),
+    ],
 )
 def test_a_single_layer_trains_to_one_gradient_step(interface: Interface) -> None:
     tasks = interface.sample(2000, Generator().manual_seed(2))

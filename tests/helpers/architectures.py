@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -104,13 +105,14 @@ FAMILIES = [
         },
     ),
 ]  # fmt: skip
-NAMES = [family.name for family in FAMILIES]
+_ALIKE = {"Qwen2", "Qwen3", "Gemma3"}  # what they are made of is in the others
+NAMES = [pytest.param(each.name, marks=[pytest.mark.slow] * (each.name in _ALIKE)) for each in FAMILIES]
 PLAIN = Family("", _PLAIN, None, "<|end|>", False, ("<|system|>", "<|user|>", "<|assistant|>"), pad="<|pad|>")
 """The style of the fixture `tiny_tokenizer`."""
 
 
 def family(name: str) -> Family:
-    return FAMILIES[NAMES.index(name)]
+    return next(each for each in FAMILIES if each.name == name)
 
 
 @cache

@@ -1,5 +1,9 @@
 """What tests of stores share."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from benchmarks.crashes.words import WordBundle, passage
@@ -13,7 +17,7 @@ from ctx_compress_rag.store import SoftContextStore
 """
 """The beginning of a program for `helpers.forked`."""
 
-__all__ = ["WRITE", "WordBundle", "add", "assert_same", "passage"]
+__all__ = ["WRITE", "WordBundle", "add", "assert_same", "full_disk", "passage"]
 
 
 def assert_same(actual: SoftContext | None, expected: SoftContext, tolerance: float = 0.01) -> None:
@@ -28,3 +32,14 @@ def add(store: SoftContextStore, n: int, start: int = 0) -> AddReport:
     """Add passages `start` to `start + n` under the ids p0, p1, and so on."""
     ids = [f"p{i}" for i in range(start, start + n)]
     return store.add([passage(i) for i in range(start, start + n)], ids, progress=False)
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file grows beyond `limit` bytes: to whoever writes it the disk is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -40,28 +40,28 @@ SHOWN = [{"ratio": 8}, {"token_budget": 30, "text_share": 0.5}, {"token_budget":
 
 
 @pytest.mark.parametrize("options", SHOWN)
-@pytest.mark.parametrize("saved", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_documents(app: App, saved: Any, options: Any) -> None:
+def test_documents(app: App, options: Any) -> None:
     found = [Document(text, id=id, metadata={"page": 3}) for id, text in TEXTS.items()]
     marked = LangChain.mark(found, QUESTION, store=app.store, **options)
-    again = [saved(each) for each in marked]
-    assert again == marked and {type(each) for each in again} == {Document}
-    assert LangChain.restore(again, app.store) == [each for each in found if each.id in {m.id for m in marked}]
-    assert LangChain.mark(again, QUESTION, store=app.store, ratio=8) == LangChain.mark(
-        LangChain.restore(marked, app.store), QUESTION, store=app.store, ratio=8
-    )
+    sources = [each for each in found if each.id in {m.id for m in marked}]
+    anew = LangChain.mark(sources, QUESTION, store=app.store, ratio=8)
+    for name, saved in DOCUMENTS.items():
+        again = [saved(each) for each in marked]
+        assert again == marked and {type(each) for each in again} == {Document}, name
+        assert LangChain.restore(again, app.store) == sources, name
+        assert LangChain.mark(again, QUESTION, store=app.store, ratio=8) == anew, name
 
 
 @pytest.mark.parametrize("options", SHOWN)
-@pytest.mark.parametrize("saved", NODES.values(), ids=NODES)
-def test_nodes(app: App, saved: Any, options: Any) -> None:
+@pytest.mark.parametrize("replace", [False, True])
+def test_nodes(app: App, replace: bool, options: Any) -> None:
     found = [LlamaIndex.found(text, id, page=3) for id, text in TEXTS.items()]
-    for replace in (False, True):
-        marked = LlamaIndex.mark(found, QUESTION, store=app.store, replace_text=replace, **options)
+    marked = LlamaIndex.mark(found, QUESTION, store=app.store, replace_text=replace, **options)
+    for name, saved in NODES.items():
         again = [NodeWithScore(node=saved(each.node), score=each.score) for each in marked]
-        assert [*map(LlamaIndex.shown, again)] == [*map(LlamaIndex.shown, marked)]
+        assert [*map(LlamaIndex.shown, again)] == [*map(LlamaIndex.shown, marked)], name
         texts = [each.node.get_content() for each in restore_sources(again, app.store)]
-        assert texts == [TEXTS[each.node.node_id] for each in marked]
+        assert texts == [TEXTS[each.node.node_id] for each in marked], name
 
 
 def test_a_docstore_keeps_a_nodes_text(app: App) -> None:

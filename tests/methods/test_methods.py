@@ -30,14 +30,19 @@ from helpers.store import assert_same
 from helpers.training import save_decoder, write_recipe
 
 METHODS = MethodConfig.methods
-CASES = [(name, form) for name in METHODS for form in MATRIX.get(name, ())]
+RARE = {"plain", "first layer, full", "frozen", "last layer", "passage", "no lora"}
+CASES = [
+    pytest.param((name, form), id=f"{name}: {form}", marks=[pytest.mark.slow] * (form in RARE))
+    for name in METHODS
+    for form in MATRIX.get(name, ())
+]
 
 
 def test_every_method_is_in_the_matrix() -> None:
     assert MATRIX.keys() >= METHODS.keys() - IMPORTED, "give the new method its smallest config in MATRIX"
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}: {case[1]}")
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     chosen: tuple[str, str] = request.param
     return chosen

@@ -37,10 +37,15 @@ from llama_index.postprocessor.ctx_compress import CompressedContextPostprocesso
 
 TOKENS = 12
 PASSAGES = [*TEXTS["prompts"]["several"], TEXTS["long"], "A bridge."]
-SOME = pytest.mark.parametrize("name", ["lclm-4x", *FIRST], indirect=True, scope="module")
+REPEATS = {"lclm-16x", "clara-e2e-128"}  # formats of others, with other sizes
+PISCO = pytest.param("pisco-first", marks=pytest.mark.slow)  # it has memory tokens, as ICAE has
+SOME = pytest.mark.parametrize("name", ["lclm-4x", "xrag-first", "icae-first", PISCO], indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=[*CASES, *FIRST])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=[pytest.mark.slow] * (each in REPEATS)) for each in (*CASES, *FIRST)],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -2,12 +2,10 @@
 
 import json
 import math
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finishe
 from ctx_compress_rag.training.stages.answer import AnswerRecipe
 from helpers.forked import COMMAND, Forked, run_by
 from helpers.models import save_tiny_llama
+from helpers.store import full_disk
 from helpers.training import UNLIKE, killed, losses, report, saved_weights, settings_of, write_recipe
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -143,7 +142,8 @@ def test_frozen_weights_are_rounded_unless_the_bundle_saves_them(
     assert trained and all(p.dtype == torch.float32 for p in trained)
 
 
-LEARNERS = ("retrieval_adapter", "prompt_tuning", "update_predictor", "hypertuning")
+OF_THE_LABORATORY = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("prompt_tuning", "hypertuning")]
+LEARNERS = ("retrieval_adapter", "update_predictor", *OF_THE_LABORATORY)
 
 
 def _step(folder: Path) -> list[float]:
@@ -216,17 +216,6 @@ def test_a_training_that_diverges_stops_and_saves_nothing(
     assert not (tmp_path / "out" / "bundle").exists() and not (tmp_path / "out" / "training_report.json").exists()
     whole = [file.parent.name for file in tmp_path.rglob("progress.json")]
     assert whole == (["checkpoint-1"] if rate == 1e30 else [])
-
-
-@contextmanager
-def full_disk(limit: int) -> Iterator[None]:
-    """No file grows beyond `limit` bytes: to whoever writes it the disk is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("limit", [20_000, 100_000])  # for weights, for optimizer states, which take twice as much

@@ -94,7 +94,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(pieces=PIECES, window=st.integers(60, 300), overlap=st.sampled_from([0.0, 0.1]))
 def test_no_marker_is_cut_where_chunks_end(app: App, pieces: Any, window: int, overlap: float) -> None:
     """Whatever LlamaIndex packs: each chunk fits as the decoder counts it, every marker is whole."""
