@@ -264,7 +264,7 @@ class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
         decoder = open_recipe_decoder(self)
         bundle, batches = decoder.bundle, EpisodeBatches(self, decoder, self.demonstrations)
         base = Adapter.from_pretrained(self.base, bundle.backbone.model)
-        # The settings that a predictor keeps have the same names in its self.
+        # The settings that a predictor keeps have the same names in its recipe.
         settings = self.model_dump(include=set(PredictorConfig.model_fields))
         torch.manual_seed(self.seed)
         update = PredictedUpdate.build(base, bundle, PredictorConfig(**settings))
