@@ -15,8 +15,7 @@ from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.config import TuneConfig, lora_config
 from ctx_compress_rag.training.engine.layers import bfloat16_pays, compile_decoder_layers, round_frozen_weights
-from ctx_compress_rag.training.engine.packing import RowPacker
-from ctx_compress_rag.training.stages.teacher import PackedTextLoss
+from ctx_compress_rag.training.engine.packing import RowPacker, packed_loss
 
 _ANSWER = 24  # tokens to predict at a row's end
 _ROWS = 8
@@ -111,8 +110,8 @@ def _packed_step(model: Any, rows: Sequence[Tensor]) -> Callable[[], Tensor]:
     packer = RowPacker(len(rows), max(map(len, rows)))
     for row in rows:
         packer.add(row, torch.arange(len(row)) >= len(row) - _ANSWER)
-    batch, loss = packer.packed, PackedTextLoss(model)
-    return lambda: loss(batch)["loss"]
+    batch = packer.packed.to(model.device)
+    return lambda: packed_loss(model.get_base_model(), batch, input_ids=batch.input_ids)
 
 
 def _timed(step: Callable[[], Tensor], device: str, half: bool) -> tuple[float, float]:
