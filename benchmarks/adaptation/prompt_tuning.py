@@ -29,7 +29,14 @@ class PromptTuningRecipe(AdaptationRecipe):
     virtual_tokens: int = Field(default=20, gt=0)
 
     def make_job(self) -> TrainingJob:
-        return start(self)
+        decoder = open_recipe_decoder(self)
+        trained = PromptTuningLoss(decoder.bundle, self.virtual_tokens, self.seed)
+
+        def save(report: dict[str, Any]) -> None:
+            save_file({_KEY: trained.prefix.detach().float().cpu()}, self.output / _FILE)
+
+        about = {"fingerprint": decoder.bundle.fingerprint}
+        return TrainingJob(trained, range(self.optim.items), EpisodeBatches(self, decoder).queries, save, about)
 
 
 class PrefixedPreparer(PromptPreparer):
@@ -70,15 +77,3 @@ class PromptTuningLoss(AnswersMeanLoss):
     def loss(self, items: Tensor, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
         """The loss of these rows, as part of the mean over `items`, the whole batch's answer tokens."""
         return self.share(items, [behind(row, self.prefix) for row in rows], None)
-
-
-def start(recipe: PromptTuningRecipe) -> TrainingJob:
-    """The job that trains a soft prefix."""
-    decoder = open_recipe_decoder(recipe)
-    trained = PromptTuningLoss(decoder.bundle, recipe.virtual_tokens, recipe.seed)
-
-    def save(report: dict[str, Any]) -> None:
-        save_file({_KEY: trained.prefix.detach().float().cpu()}, recipe.output / _FILE)
-
-    about = {"fingerprint": decoder.bundle.fingerprint}
-    return TrainingJob(trained, range(recipe.optim.items), EpisodeBatches(recipe, decoder).queries, save, about)

@@ -114,13 +114,13 @@ def probe(
     """Find the first token of answers in slots by a linear map."""
     from benchmarks.scoring.linear_probe import minilm_bundle, probe_slots, probe_table
     from ctx_compress_rag.bundle.bundle import Bundle
-    from ctx_compress_rag.data.examples import read_jsonl, spread_examples
+    from ctx_compress_rag.data.examples import distinct_passages, read_jsonl, spread_examples
     from ctx_compress_rag.data.held_out import HeldOut
     from ctx_compress_rag.evaluation.harness import question_sets
 
     [asked] = question_sets([held_out], questions).values()
     apart = HeldOut(read_jsonl(held_out, unanswerable=True)).without(read_jsonl(training), training)
-    texts = spread_examples(list(dict.fromkeys(p for e in apart for p in e.passages)), passages)
+    texts = spread_examples(distinct_passages(apart), passages)
     opened = Bundle.from_pretrained(bundle)
     probed = minilm_bundle(opened) if minilm else opened
     print(probe_table(probe_slots(probed, texts, asked, ratios or [4, 16])))

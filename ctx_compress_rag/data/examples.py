@@ -140,11 +140,16 @@ def text_examples(path: str | Path, words: int) -> list[Example]:
 
 def _documents(path: Path) -> Iterable[str]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return dict.fromkeys(p for e in read_jsonl(path, unanswerable=True) for p in e.passages)
+        return distinct_passages(read_jsonl(path, unanswerable=True))
     if not path.name.endswith((".txt", ".txt.xz")):
         raise DataError(f"{path} is not a text to train on: give a .txt, .txt.xz, .jsonl or .jsonl.gz file")
     with open_text_file(path) as file:
         return [file.read()]
+
+
+def distinct_passages(examples: Iterable[Example]) -> list[str]:
+    """Return the examples' passages in order, each once."""
+    return list(dict.fromkeys(passage for example in examples for passage in example.passages))
 
 
 def without_long_passages(examples: Sequence[Example], most_words: int | None) -> list[Example]:

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.data.examples import Example, distinct_passages
 from ctx_compress_rag.strict import Strict
 from ctx_compress_rag.text.answers import NO_ANSWER, mentions_answer
 
@@ -68,7 +68,7 @@ class _Mixer:
     def __init__(self, files: Sequence[Sequence[Example]], config: MixData, rng: random.Random) -> None:
         self.config = config
         self.rng = rng
-        self.passages = [list(dict.fromkeys(p for e in file for p in e.passages)) for file in files]
+        self.passages = [distinct_passages(file) for file in files]
         self.places = [{passage: i for i, passage in enumerate(passages)} for passages in self.passages]
         self.short = [[p for p in passages if self._is_short(p)] for passages in self.passages]
 

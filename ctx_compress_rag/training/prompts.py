@@ -13,7 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ctx_compress_rag.data.examples import Example, Turn, read_jsonl, text_examples, without_long_passages
+from ctx_compress_rag.data.examples import (
+    Example,
+    Turn,
+    distinct_passages,
+    read_jsonl,
+    text_examples,
+    without_long_passages,
+)
 from ctx_compress_rag.data.held_out import HeldOut
 from ctx_compress_rag.data.mixing import mix_examples
 from ctx_compress_rag.errors import DataError
@@ -62,7 +69,7 @@ def recitation_example(passage: str) -> Example:
 
 def passage_examples(examples: Sequence[Example]) -> list[Example]:
     """Return the distinct passages of examples, in order, each as an example of its own without a question."""
-    return [recitation_example(passage) for passage in dict.fromkeys(p for e in examples for p in e.passages)]
+    return [recitation_example(passage) for passage in distinct_passages(examples)]
 
 
 def _texts(data: DataConfig, held_out: HeldOut) -> list[list[Example]]:

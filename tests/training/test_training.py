@@ -39,7 +39,7 @@ from ctx_compress_rag.training.stages.teacher import AnswerLoss, TextCollator
 from helpers import architectures
 from helpers.models import draw_lora, widen
 from helpers.ram import EXAMPLES, after_hole, plain_ids
-from helpers.training import losses, report, settings_of, write_recipe
+from helpers.training import STAGES, losses, report, settings_of, write_recipe
 
 NO_SLOTS = torch.zeros(1, 1, dtype=torch.bool)
 
@@ -214,6 +214,18 @@ def test_impossible_recipes_are_refused_by_name(name: str, change: dict[str, Any
     recipe = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text()) | change
     with pytest.raises(ConfigError, match=named):
         parse_recipe(recipe, "test")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_wrong_value_of_any_key_is_named(stage: str, decoder: Path, tmp_path: Path) -> None:
+    """Whatever YAML can hold, in the place of any key, is taken or refused by its name."""
+    settings = settings_of(decoder, stage, tmp_path)
+    for key in type(parse_recipe(settings, "this")).model_fields:
+        for value in (-7, [[None]], {"a": 1}):
+            try:
+                parse_recipe(settings | {key: value}, "this")
+            except ConfigError as error:
+                assert key in str(error)
 
 
 def test_yaml_that_unfolds_to_gigabytes_is_refused_at_once() -> None:

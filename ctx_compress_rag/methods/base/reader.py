@@ -79,9 +79,7 @@ class TwoLayerMap(nn.Module):
         Not in the papers, which do not say how their maps start. A frozen decoder can only read vectors that look like
         its embeddings, and a small one hardly gets there from a random map.
         """
-        slots = slots.to(self.inner.weight.dtype)
-        if self.norm is not None:
-            slots = self.norm(slots)
+        slots = self._normed(slots)
         weight, bias = _least_squares(slots, embeddings)
         line = slots.double() @ weight.T + bias
         center = line.mean(0)
@@ -94,11 +92,12 @@ class TwoLayerMap(nn.Module):
 
     def forward(self, slots: Tensor) -> Tensor:
         """Map slots to input embeddings, in this module's precision: (slots, slot_dim) -> (slots, dim)."""
-        slots = slots.to(self.inner.weight.dtype)
-        if self.norm is not None:
-            slots = self.norm(slots)
-        mapped: Tensor = self.outer(F.gelu(self.inner(slots)))
+        mapped: Tensor = self.outer(F.gelu(self.inner(self._normed(slots))))
         return mapped
+
+    def _normed(self, slots: Tensor) -> Tensor:
+        slots = slots.to(self.inner.weight.dtype)
+        return slots if self.norm is None else self.norm(slots)
 
 
 def _least_squares(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from ctx_compress_rag.bundle import SHIPPED
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig
 from ctx_compress_rag.bundle.files import CONFIG_FILE, read_bundle_config
-from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.data.examples import Example, distinct_passages
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.methods.base.reader import TwoLayerMap
 from ctx_compress_rag.methods.registry import AnyMethodConfig
@@ -231,10 +231,12 @@ def bundle_to_train(recipe: CompressionRecipe, examples: list[Example]) -> Bundl
     if backbone.window is not None and recipe.window > backbone.window:
         raise ConfigError(f"window {recipe.window} is longer than the decoder's {backbone.window} positions: lower it")
     bundle = Bundle.build(config, backbone, teacher=recipe.teacher)
-    slots = [torch.from_numpy(soft.slots) for soft in bundle.compress([p for e in examples[:8] for p in e.passages])]
-    bundle.reader.initialize(float(torch.cat(slots).pow(2).mean().sqrt()))
     if recipe.fit_passages:
-        fit_reader(bundle, list(dict.fromkeys(p for e in examples for p in e.passages))[: recipe.fit_passages])
+        fit_reader(bundle, distinct_passages(examples)[: recipe.fit_passages])
+    else:
+        softs = bundle.compress([p for e in examples[:8] for p in e.passages])
+        slots = torch.cat([torch.from_numpy(soft.slots) for soft in softs])
+        bundle.reader.initialize(float(slots.pow(2).mean().sqrt()))
     return bundle
 
 

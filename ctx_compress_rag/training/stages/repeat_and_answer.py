@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ctx_compress_rag.bundle.bundle import Bundle
-from ctx_compress_rag.data.examples import Example
+from ctx_compress_rag.data.examples import Example, distinct_passages
 from ctx_compress_rag.decoding.splice import answer_token_logits, splice_prompts
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.models.inputs import NO_TOKEN
@@ -86,7 +86,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
         return max((r for r in self.repeat if r.step <= step), key=lambda r: r.step, default=self.repeat[0]).share
 
     def objective(self, bundle: Bundle, examples: Sequence[Example]) -> Objective:
-        texts = list(dict.fromkeys(passage for example in examples for passage in example.passages))
+        texts = distinct_passages(examples)
         texts += [row.passages[0] for row in load_training_texts(self)]
         random.Random(self.seed).shuffle(texts)
         builder = TrainingPromptBuilder(bundle.tokenizer, max(self.data.max_answer_tokens, LONGEST + 1))
