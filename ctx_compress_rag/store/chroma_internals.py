@@ -1,5 +1,6 @@
 """All uses of chromadb beyond its public API (chromadb<2)."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from chromadb.config import Settings
 
 from ctx_compress_rag.errors import StoreError
 
+logger = logging.getLogger(__name__)
+
 _opened = False
 _forked = False
 
@@ -18,6 +21,20 @@ _forked = False
 def has_chroma_database(folder: Path) -> bool:
     """Whether Chroma has ever written to the folder. Finds out without an engine, because opening one would write."""
     return os.path.exists(folder / "chroma.sqlite3")  # Path.exists raises if this user may not look there
+
+
+def drop_cut_indexes(folder: Path) -> None:
+    """Delete each file of an index that a killed process began to write: Chroma refuses to read what it belongs to.
+
+    Chroma then begins the index anew, without records that are no longer in its log (`ChromaCollection.unsearchable`).
+    """
+    for path in folder.glob("*/index_metadata.pickle"):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 1))
+            whole = file.read() == b"."  # the opcode that ends every pickle
+        if not whole:
+            logger.warning("deleted %s, which a killed process had begun to write: searches may miss records", path)
+            path.unlink()
 
 
 def open_chroma_engine(folder: Path, tenant: str, database: str) -> Client:

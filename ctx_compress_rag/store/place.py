@@ -31,6 +31,7 @@ from ctx_compress_rag.store.chroma_internals import (
     check_chroma_not_forked,
     chroma_client,
     chroma_settings,
+    drop_cut_indexes,
     has_chroma_database,
     open_chroma_engine,
 )
@@ -192,7 +193,7 @@ class StoreFolder(StorePlace):
             try:
                 with raising_store_errors(self.where, self.folder):
                     if self._engine is None or generation != self._generation:
-                        self._reopen(generation)
+                        self._reopen(generation, self.interrupted())
                     yield self._engine
             except StoreWriteError:
                 self.close()  # after a read that failed on a full disk, it hangs at the next, even with room
@@ -202,13 +203,13 @@ class StoreFolder(StorePlace):
     def writing(self, timeout: float) -> Iterator[ClientAPI]:
         with self._writable(timeout):
             # Before the first write, so that readers reopen their engines even if this process is killed.
-            generation, state = secrets.token_bytes(8), _UNFINISHED if self.interrupted() else _FINISHED
+            generation, interrupted = secrets.token_bytes(8), self.interrupted()
             self._write_generation(generation + _UNFINISHED)
             with raising_store_errors(self.where, self.folder, writing=True):
-                self._reopen(generation)
+                self._reopen(generation, interrupted)
                 assert self._engine is not None
                 yield self._engine
-            self._write_generation(generation + state)
+            self._write_generation(generation + (_UNFINISHED if interrupted else _FINISHED))
 
     def check_writable(self, timeout: float) -> None:
         with self._writable(timeout):
@@ -287,8 +288,10 @@ class StoreFolder(StorePlace):
         with lock_store_folder(queue, timeout), lock_store_folder(turn), lock_store_folder(access):
             yield
 
-    def _reopen(self, generation: bytes) -> None:
+    def _reopen(self, generation: bytes, interrupted: bool) -> None:
         self.close()
+        if interrupted:
+            drop_cut_indexes(self.folder)
         self._engine, self._generation = open_chroma_engine(self.folder, self._tenant, self._database), generation
 
     def _read_generation(self) -> bytes:

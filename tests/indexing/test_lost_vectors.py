@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ctx_compress_rag import Bundle, SoftContextStore
 from ctx_compress_rag.errors import StoreError
 from ctx_compress_rag.indexing.index import COLLECTION, PassageCollection, PassageIndex, make_index_passage, open_index
 from ctx_compress_rag.models.sentence_embedding import PACKAGED, embed_passages
+from ctx_compress_rag.store.collection import ChromaCollection
 from ctx_compress_rag.store.place import StoreFolder
 from helpers.store import WordBundle, passage
 
@@ -70,6 +71,38 @@ def test_an_index_is_mended_when_it_is_opened(index: PassageIndex, tmp_path: Pat
         assert not opened.interrupted
     with open_index(tmp_path / "chroma") as again:
         assert not again.interrupted
+
+
+@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("left", [0, 40])
+def test_an_index_file_that_a_kill_cut_is_begun_anew(tmp_path: Path, left: int, killed: bool) -> None:
+    """Of a write that nobody says was interrupted, as of an app's, the file stays, and the error says what to do."""
+    folder = tmp_path / "chroma"
+    vectors = np.eye(10).tolist()
+    ids = [f"p{n}" for n in range(10)]
+    for name in ("cut", "whole"):
+        with closing(ChromaCollection(StoreFolder(folder), name, QUICK)) as made:
+            made.upsert(ids, vectors, [{"n": 1}] * 10, ids)
+            made.query(vectors[:1], 1)
+        if name == "cut":
+            [file] = folder.glob("*/index_metadata.pickle")
+    others = {path: path.read_bytes() for path in folder.glob("*/*.pickle") if path != file}
+    file.write_bytes(file.read_bytes()[:left])
+    if killed:
+        with suppress(StoreError), StoreFolder(folder).writing(10):
+            raise StoreError("as if the process were killed")
+    with closing(ChromaCollection(StoreFolder(folder), "cut", QUICK)) as found:
+        if not killed:
+            with pytest.raises(StoreError, match="restore a backup"):
+                found.query(vectors, 1)
+            assert file.stat().st_size == left
+            return
+        assert list(found.texts(ids)) == ids and found.interrupted()
+        hits = {hit[0] for [hit] in found.query(vectors, 1)}
+        assert set(found.unsearchable()) == set(ids) - hits and len(hits) < 10
+        found.upsert(ids, vectors, [{"n": 1}] * 10, ids)
+        assert [hit[0] for [hit] in found.query(vectors, 1)] == ids and not found.unsearchable()
+    assert {path: path.read_bytes() for path in others} == others and others
 
 
 def interrupt(*args: object, **options: object) -> None:
