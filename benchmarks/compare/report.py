@@ -122,7 +122,7 @@ def read_report(comparison: Comparison, folder: Path) -> Results:
                     normalized=teacher_normalized(score["f1"], none["f1"], full["f1"]),
                     context_tokens=context,
                     real_ratio=(full["prompt_tokens"] - none["prompt_tokens"]) / max(context, 1.0),
-                    stored_bytes=score["stored_bytes"],
+                    stored_bytes=score.get("stored_bytes"),
                 )
         return found
 

@@ -53,6 +53,7 @@ from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.gguf import GgufDecoder
 from ctx_compress_rag.models.identity import file_sha256
 from ctx_compress_rag.models.loading import load_decoder
+from ctx_compress_rag.store.codec import encode_soft_context, payload_bytes
 from ctx_compress_rag.text.answers import exact_match, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES
 from ctx_compress_rag.training.engine.saved_states import write_json
@@ -331,7 +332,10 @@ def _entry_result(
         "compress_seconds": compress_seconds,
         "threads": torch.get_num_threads(),
         "device": str(bundle.backbone.device),
-        "scores": _scores(answers, questions),
+        "scores": [
+            score | {"stored_bytes": _stored_bytes(bundle, questions, score["ratio"])}
+            for score in _scores(answers, questions)
+        ],
         "another_passage": _another_passage(bundle, questions, shown_at(ratios)),
     }
 
@@ -373,7 +377,7 @@ def _baselines(plan: Plan, questions: Sequence[Question]) -> dict[str, Any]:
     for key, given in tqdm(texts.items(), desc="answering", unit="system"):
         chats = [question_chat(TEMPLATES[0], own, q.question) for own, q in zip(given, questions, strict=True)]
         made = decoder.generate(chats, Sampling(max_tokens=_ANSWER_TOKENS))
-        answers[key] = Answers([one.text.strip() for one in made], [one.prompt_tokens for one in made], None)
+        answers[key] = Answers([one.text.strip() for one in made], [one.prompt_tokens for one in made])
     return {"name": BASELINES, "decoder": str(plan.decoder), "scores": _scores(answers, questions)}
 
 
@@ -383,7 +387,6 @@ def _scores(answers: SystemAnswers, questions: Sequence[Question]) -> list[dict[
             "system": system,
             "ratio": ratio,
             "prompt_tokens": mean(given.prompt_tokens),
-            "stored_bytes": given.stored_bytes,
             "exact_match": score_each_answer(exact_match, given.texts, questions),
             "f1": score_each_answer(token_f1, given.texts, questions),
         }
@@ -395,6 +398,13 @@ def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:
     """Median seconds to compress one passage alone at the base ratio."""
     passages = list(dict.fromkeys(p for q in questions for p in q.passages))[:_TIMED_PASSAGES]
     return median(seconds_of(partial(bundle.compress, [passage])) for passage in passages)
+
+
+def _stored_bytes(bundle: Bundle, questions: Sequence[Question], ratio: int) -> float:
+    """Mean size of a passage's payload: that of the base ratio, if the store makes this one of it."""
+    passages = list(dict.fromkeys(p for q in questions for p in q.passages))
+    made = bundle.compress(passages, None if bundle.can_read(ratio) else ratio)
+    return mean(payload_bytes(encode_soft_context(soft)) for soft in made)
 
 
 def _read_json(file: Path, instead: str) -> dict[str, Any]:

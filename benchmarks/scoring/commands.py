@@ -47,13 +47,13 @@ def eval_(
     from pathlib import Path
 
     from benchmarks.scoring.judge import JudgeTable, load_judge
-    from benchmarks.scoring.lingua import LLMLingua2
+    from benchmarks.scoring.lingua import LinguaTable, LLMLingua2
     from benchmarks.scoring.perplexity import PerplexityTable
-    from benchmarks.scoring.tables import add_to_card, case_table, macro_table
+    from benchmarks.scoring.tables import Table, add_table, add_to_card, case_table, macro_table
     from benchmarks.timing.cost import CostTable
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.evaluation.answering import EvaluationOptions
-    from ctx_compress_rag.evaluation.harness import Extra, evaluate_sets, question_sets
+    from ctx_compress_rag.evaluation.harness import evaluate_sets, question_sets
 
     judging = None if judge is None else load_judge(judge)
     sets = question_sets(data, questions, passages)
@@ -62,18 +62,21 @@ def eval_(
     opened = Bundle.from_pretrained(bundle)
     ratios = ratios or opened.config.ratios
     asking: EvaluationOptions = {"extractive": extractive}
+    tables: dict[str, Table] = {}
     if llmlingua is not None:
-        asking["shorteners"] = {"LLMLingua-2": LLMLingua2(llmlingua, opened.backbone.device.type).shorten}
-    extras: dict[str, Extra] = {}
+        quoted = opened.config.extractive if extractive is None else extractive
+        tables["llmlingua"] = LinguaTable(LLMLingua2(llmlingua, opened.backbone.device.type), ratios, quoted)
     if judging is not None:
-        extras["judged"] = JudgeTable(judging)
+        tables["judged"] = JudgeTable(judging)
     if cases:
-        extras["cases"] = case_table
+        tables["cases"] = case_table
     if cost:
-        extras["costs"] = CostTable(ratios, asking)
+        tables["costs"] = CostTable(ratios, asking)
     if perplexity:
-        extras["reconstruction_perplexity"] = PerplexityTable(ratios)
-    scored = evaluate_sets(opened, sets, ratios, output, extras=extras, **asking)
+        tables["reconstruction_perplexity"] = PerplexityTable(ratios)
+    scored = evaluate_sets(opened, sets, ratios, output, **asking)
+    for key, make in tables.items():
+        scored = {name: add_table(opened, one, key, make) for name, one in scored.items()}
     if card:
         add_to_card(opened, scored)
         opened.save_report(bundle)

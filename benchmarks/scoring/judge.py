@@ -81,7 +81,7 @@ def judge_answers(
 
 @dataclass(frozen=True)
 class JudgeTable:
-    """An extra table of `evaluate_sets`: a judge's verdicts on the questions that have an answer.
+    """A table beside that of `evaluate_sets`: a judge's verdicts on the questions that have an answer.
 
     Replies go into judged.jsonl in the set's folder.
     """

@@ -1,10 +1,25 @@
 """The baseline LLMLingua-2: the passages without the words that a classifier finds unimportant."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from ctx_compress_rag.bundle.bundle import Bundle
+from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.evaluation.answering import count_tokens, truncate_passages
+from ctx_compress_rag.evaluation.answering import (
+    FULL,
+    NONE,
+    Answers,
+    SystemAnswers,
+    count_tokens,
+    evaluation_stores,
+    question_chat,
+    truncate_passages,
+)
+from ctx_compress_rag.evaluation.harness import score_answers, score_table
+from ctx_compress_rag.evaluation.questions import Question
 
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 
@@ -62,3 +77,37 @@ class LLMLingua2:
         found = self._compressor.compress_prompt(list(passages), rate=rate, use_context_level_filter=False)
         kept: list[str] = found["compressed_prompt_list"]
         return kept
+
+
+@dataclass(frozen=True)
+class LinguaTable:
+    """A table beside that of `evaluate_sets`: scores of what LLMLingua-2 keeps, in prompts of as many tokens.
+
+    Attributes:
+        lingua: what shortens passages.
+        ratios: of the soft contexts, whose positions are the budgets.
+        extractive: whether answers are quotations.
+    """
+
+    lingua: LLMLingua2
+    ratios: Sequence[int]
+    extractive: bool
+
+    def __call__(
+        self, bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path
+    ) -> tuple[str, Any]:
+        """The table, and its numbers."""
+        sampling = Sampling(max_tokens=bundle.config.answer_tokens, extractive=self.extractive)
+        found: SystemAnswers = {(system, None): answers[system, None] for system in (FULL, NONE)}
+        for group, prompts in evaluation_stores(bundle, questions, self.ratios):
+            for ratio in group:
+                texts = [
+                    self.lingua.shorten(q.passages, bundle.tokenizer, prompts.text_budget(q, ratio)) for q in questions
+                ]
+                chats = [
+                    question_chat(prompts.template, own, q.question) for own, q in zip(texts, questions, strict=True)
+                ]
+                made = prompts.decoder.generate(chats, sampling)
+                found["LLMLingua-2", ratio] = Answers([a.text.strip() for a in made], [a.prompt_tokens for a in made])
+        scores = score_answers(questions, found)
+        return score_table(scores), [asdict(score) for score in scores]

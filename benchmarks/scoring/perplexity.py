@@ -130,7 +130,7 @@ def perplexity_table(scores: Sequence[Perplexity]) -> str:
 
 @dataclass(frozen=True)
 class PerplexityTable:
-    """An extra table of `evaluate_sets`: how well the set's passages are reconstructed from their slots."""
+    """A table beside that of `evaluate_sets`: how well the set's passages are reconstructed from their slots."""
 
     ratios: Sequence[int]
 

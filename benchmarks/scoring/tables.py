@@ -1,9 +1,11 @@
 """Tables of the papers, beside those of `ctx-compress eval`."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TypeAlias
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.evaluation import report
@@ -12,7 +14,20 @@ from ctx_compress_rag.evaluation.harness import SetScores, SystemScore
 from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.text.answers import contains_answer
 
+Table: TypeAlias = Callable[[Bundle, Sequence[Question], SystemAnswers, Path], tuple[str, Any]]
+"""Makes a table, such as a judge's verdicts: (a bundle, a set's questions, systems' answers, the set's folder) -> the
+table as Markdown, and JSON values."""
+
 _CASES = {"TT": "always", "TF": "only without context", "FT": "only from full text", "FF": "never"}
+
+
+def add_table(bundle: Bundle, scored: SetScores, key: str, make: Table) -> SetScores:
+    """The set's result with a table, also in its files; the values are in scores.json under `key`."""
+    table, values = make(bundle, scored.questions, scored.answers, scored.folder)
+    text = f"{scored.text}\n\n{table}"
+    record = json.loads((scored.folder / "scores.json").read_text(encoding="utf-8"))
+    report.write_report(scored.folder, "scores", text, {**record, key: values})
+    return replace(scored, text=text)
 
 
 def case_table(bundle: Bundle, questions: Sequence[Question], answers: SystemAnswers, folder: Path) -> tuple[str, Any]:
@@ -69,4 +84,4 @@ def add_to_card(bundle: Bundle, scored: Mapping[str, SetScores]) -> None:
             {"context": s.system, "ratio": s.ratio, "f1": round(s.f1, 4), "error": round(s.f1_error, 4)}
             for s in one.scores
         ]
-        bundle.report.setdefault("scores", {})[name] = {"questions": one.questions, "f1": rows}
+        bundle.report.setdefault("scores", {})[name] = {"questions": len(one.questions), "f1": rows}

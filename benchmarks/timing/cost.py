@@ -68,7 +68,7 @@ _TIMED = 5  # questions
 
 @dataclass(frozen=True)
 class CostTable:
-    """An extra table of `evaluate_sets`: what a question costs with each system, over five questions.
+    """A table beside that of `evaluate_sets`: what a question costs with each system, over five questions.
 
     Attributes:
         ratios: of the soft contexts.

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -41,9 +41,6 @@ SEVERAL = (BEST, MIXED, DEFAULT)
 """Systems for several passages in a prompt: the best passage alone, as text if it fits, else as slots; sentences of all
 passages and slots of the best one; and what the postprocessors do by default."""
 
-Shortener: TypeAlias = Callable[[Sequence[str], Any, int], list[str]]
-"""A baseline that a caller adds: (passages, tokenizer, budget) -> texts of the passages, within so many tokens."""
-
 _AT_ONCE = 16  # questions between two saves of the log; the store must keep slots made for them until then
 
 
@@ -53,14 +50,12 @@ class Answers:
 
     texts: list[str]
     prompt_tokens: list[int]  # a slot counts as one
-    stored_bytes: float | None  # mean size of a passage's slots; None if nothing is stored
 
 
 class EvaluationOptions(TypedDict, total=False):
     """How to ask: keywords of `answer_questions`, `evaluate` and `evaluate_sets`; None is the bundle's or store's."""
 
     sentences: bool  # also score what needs MiniLM: best sentences, and `SEVERAL`; True by default
-    shorteners: Mapping[str, Shortener]  # more baselines, by name
     codec: str | None
     max_tokens: int | None
     extractive: bool | None  # each system's answers quote what it is given, text or the passages of its slots
@@ -143,7 +138,7 @@ def evaluation_stores(
                 options["batch_size"] = asking.get("batch_size", 16)
             decoder = Decoder(bundle, store, engine=engine, **options)
             store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
-            yield group, EvaluationPrompts(decoder, store, bundle.config.template, asking.get("shorteners", {}))
+            yield group, EvaluationPrompts(decoder, store, bundle.config.template)
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,6 @@ class EvaluationPrompts:
     decoder: Decoder
     store: SoftContextStore
     template: str
-    shorteners: Mapping[str, Shortener] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)  # by passages' texts; others have their hash as id
     _budgets: dict[tuple[Question, int], int] = field(default_factory=dict)
     _relevance: dict[Question, list[float]] = field(default_factory=dict)
@@ -177,9 +171,12 @@ class EvaluationPrompts:
         if system == BEST:
             best = q.passages[int(np.argmax(self._scores(q)))]
             return self._marked([best], q, token_budget=budget, text_share=0)
+        return truncate_passages(q.passages, self.decoder.bundle.tokenizer, self.text_budget(q, ratio))
+
+    def text_budget(self, q: Question, ratio: int) -> int:
+        """Return the tokens that texts of all passages may take together, beside the separators between them."""
         separators = (len(q.passages) - 1) * len(self.decoder.preparer.token_ids(PASSAGE_SEPARATOR))
-        shorten = truncate_passages if system == TRUNCATED else self.shorteners[system]
-        return shorten(q.passages, self.decoder.bundle.tokenizer, budget - separators)
+        return self._budget(q, ratio) - separators
 
     def _soft(self, q: Question, ratio: int) -> list[str]:
         return self._marked(q.passages, q, ratio=ratio, text_share=0)
@@ -225,11 +222,7 @@ def answer_with_systems(
                     log.add(key, asked, new)
                 given += new
                 bar.update(len(new))
-            answers[key] = Answers(
-                [text for text, _ in given],
-                [tokens for _, tokens in given],
-                prompts.store.info().payload_bytes / len(prompts.store) if key[0] in (SOFT, *SEVERAL) else None,
-            )
+            answers[key] = Answers([text for text, _ in given], [tokens for _, tokens in given])
     return answers
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def compared_systems(bundle: Bundle, questions: Sequence[Question], **asking: Un
     """Return the systems (ways to make the context) that `evaluate` compares, in the order of the table."""
     several = any(len(q.passages) > 1 for q in questions) and not bundle.compressor.needs_question
     near = [EXTRACTED, *(SEVERAL if several else ())] if asking.get("sentences", True) else []
-    return [FULL, NONE, SOFT, TRUNCATED, *near, *asking.get("shorteners", ())]
+    return [FULL, NONE, SOFT, TRUNCATED, *near]
 
 
 def score_each_answer(
@@ -134,21 +134,15 @@ def save_scores(scores: Sequence[SystemScore], text: str, folder: str | Path, ab
     plot_scores(folder / "scores.png", curves, levels, title)
 
 
-_ANSWERS = "answers.jsonl"
-
-
-Extra: TypeAlias = Callable[[Bundle, Sequence[Question], answering.SystemAnswers, Path], tuple[str, Any]]
-"""A function that adds a table, such as a judge's verdicts: (a bundle, a set's questions, systems' answers, the set's
-folder) -> the table as Markdown, and JSON values for scores.json."""
-
-
 @dataclass(frozen=True)
 class SetScores:
-    """The result for a set, which is the scores, all tables as Markdown, and how many questions were asked."""
+    """The result for a set."""
 
     scores: list[SystemScore]
-    text: str
-    questions: int
+    text: str  # the table as Markdown, and what was scored
+    questions: list[Question]  # those that were asked
+    answers: answering.SystemAnswers
+    folder: Path  # of the written files
 
 
 def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[str, list[Question]]:
@@ -174,16 +168,13 @@ def evaluate_sets(
     sets: Mapping[str, Sequence[Question]],
     ratios: Sequence[int] | None,
     output: str | Path,
-    *,
-    extras: Mapping[str, Extra] | None = None,
     **asking: Unpack[answering.EvaluationOptions],
 ) -> dict[str, SetScores]:
     """Score each set as `evaluate` does; write answers, scores and plots, and return the results by set.
 
     A call after an interruption continues from the written answers. Questions whose full text does not fit into the
-    decoder's window are left out, and counted. Each of several sets gets a folder in `output`. Each of `extras` adds a
-    table, and a value in each set's scores.json under the same key. `ratios` None takes the bundle's. DataError is
-    raised if fewer than two questions with an answer are left in a set.
+    decoder's window are left out, and counted. Each of several sets gets a folder in `output`. `ratios` None takes
+    the bundle's. DataError is raised if fewer than two questions with an answer are left in a set.
     """
     ratios = ratios or bundle.config.ratios
     untrained = [ratio for ratio in ratios if ratio not in bundle.config.ratios]
@@ -200,20 +191,16 @@ def evaluate_sets(
         too_long = len(sets[name]) - len(questions)
         folder = Path(output, name) if len(sets) > 1 else Path(output)
         systems = compared_systems(bundle, questions, **asking)
-        answers = answering.answer_questions(bundle, questions, ratios, systems, log=folder / _ANSWERS, **asking)
+        answers = answering.answer_questions(bundle, questions, ratios, systems, log=folder / "answers.jsonl", **asking)
         scores = score_answers(questions, answers)
         about = {"bundle": bundle.config.name, "data": name, "questions": len(questions), "too_long": too_long}
-        tables = [score_table(scores)]
-        for key, extra in (extras or {}).items():
-            text, about[key] = extra(bundle, questions, answers, folder)
-            tables.append(text)
         said = f"{len(questions)} questions from {name}"
         said += f" ({too_long} are longer than the window)" if too_long else ""
         said += f"; not trained for {', '.join(map(report.ratio_text, untrained))}" if untrained else ""
-        text = "\n\n".join([*tables, said])
+        text = f"{score_table(scores)}\n\n{said}"
         about |= answering.evaluation_conditions(bundle, questions, **asking)
         save_scores(scores, text, folder, about)
-        results[name] = SetScores(scores, text, len(questions))
+        results[name] = SetScores(scores, text, questions, answers, folder)
     return results
 
 

@@ -61,8 +61,8 @@ def test_the_share_judged_right_is_that_of_the_verdicts(tiny_bundle: Any, tmp_pa
     """Each answer is judged once; questions without an answer are not."""
     questions = [Question(("p",), name, (name,) if name != "none" else ()) for name in ("a", "b", "c", "d", "none")]
     answers = {
-        (FULL, None): Answers(["a", "b", "x", "d", "none"], [1] * 5, None),
-        (NONE, None): Answers(["x", "x", "x", "x", "x"], [1] * 5, None),
+        (FULL, None): Answers(["a", "b", "x", "d", "none"], [1] * 5),
+        (NONE, None): Answers(["x", "x", "x", "x", "x"], [1] * 5),
     }
     judge = Rule()
     text, numbers = JudgeTable(judge)(tiny_bundle, questions, answers, tmp_path)
@@ -83,7 +83,7 @@ def made(none: str, full: str, soft: str) -> tuple[list[Question], SystemAnswers
     """Questions, and which of them each system answers, as strings of y and n."""
     given = {(NONE, None): none, (FULL, None): full, (SOFT, 4): soft}
     questions = [Question(("p",), f"q{i}", ("yes",)) for i in range(len(none))]
-    said = {k: Answers(["oh yes" if c == "y" else "no" for c in v], [9] * len(v), None) for k, v in given.items()}
+    said = {k: Answers(["oh yes" if c == "y" else "no" for c in v], [9] * len(v)) for k, v in given.items()}
     return questions, said
 
 

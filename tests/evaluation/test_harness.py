@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +58,10 @@ def test_questions_take_the_first_of_each_example_first() -> None:
 def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt is that which is built here, from MiniLM's cosines of passages and sentences."""
     encoder = minilm()
-
-    def shouted(passages: Sequence[str], tokenizer: Any, budget: int) -> list[str]:
-        return truncate_passages([passage.upper() for passage in passages], tokenizer, budget)
-
-    added: Any = {"shorteners": {"shouted": shouted}}
     monkeypatch.setattr(tiny_bundle, "config", tiny_bundle.config.model_copy(update={"text_share": 0.3}))
-    systems = compared_systems(tiny_bundle, QUESTIONS, **added)
-    assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT, "shouted"]
-    (_, prompts) = next(stores := evaluation_stores(tiny_bundle, QUESTIONS, (8,), **added))
+    systems = compared_systems(tiny_bundle, QUESTIONS)
+    assert systems == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED, BEST, MIXED, DEFAULT]
+    (_, prompts) = next(stores := evaluation_stores(tiny_bundle, QUESTIONS, (8,)))
     store, preparer = prompts.store, prompts.decoder.preparer
     for q in QUESTIONS:
         made = {system: prompts.make((system, 8), q) for system in systems[2:]}
@@ -83,7 +77,7 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
             MIXED: mark_texts(store, q.passages, text_share=0.5, scores=cosines, **options),
             # Without the markers without slots, which say whose sentences they are.
             EXTRACTED: [re.sub(r" \[\[.*\]\]", "", t) for t in mark_texts(store, q.passages, text_share=1, **options)],
-            "shouted": shouted(q.passages, tiny_bundle.tokenizer, budget - len(preparer.token_ids("\n\n"))),
+            TRUNCATED: truncate_passages(q.passages, tiny_bundle.tokenizer, budget - len(preparer.token_ids("\n\n"))),
             DEFAULT: mark_texts(store, q.passages, ratio=8, question=q.question, scores=cosines),
         }
         for system, texts in chosen.items():
@@ -125,7 +119,7 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
     questions = [Question(("p",), f"q{i}", ("red fox",) if i % 3 else ()) for i in range(30)]
     said = ["red fox", "fox", "a dog", NO_ANSWER, ""]
     answers = {
-        key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30, None)
+        key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30)
         for key in ((FULL, None), (NONE, None), (SOFT, 4))
     }
     for score in harness.score_answers(questions, answers):
