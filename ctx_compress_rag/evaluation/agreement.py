@@ -69,8 +69,7 @@ def measure_agreement(
         raise ConfigError(f"bundle {bundle.config.name!r} has no decoder: open the store with a Bundle")
     if ratios is None:
         ratios = [r for r in bundle.config.ratios if bundle.can_read(r, store.base_ratio)] or [store.base_ratio]
-    several = any(len(q.passages) > 1 for q in questions) and not bundle.compressor.needs_question
-    systems = [FULL, NONE, DEFAULT if several else SOFT, EXTRACTED]
+    systems = [FULL, NONE, DEFAULT if answering.shows_several(bundle, questions) else SOFT, EXTRACTED]
     keys = answering.system_ratio_keys(systems, list(dict.fromkeys(ratios)))
     decoder = Decoder(bundle, store, batch_size=batch_size)
     prompts = answering.EvaluationPrompts(decoder, store, bundle.config.template, ids=ids or {})

@@ -114,6 +114,11 @@ def answer_questions(
     return answers
 
 
+def shows_several(bundle: Bundle, questions: Sequence[Question]) -> bool:
+    """Whether a prompt has several passages, which the postprocessors then show by the question."""
+    return any(len(q.passages) > 1 for q in questions) and not bundle.compressor.needs_question
+
+
 def system_ratio_keys(systems: Sequence[str], ratios: Sequence[int]) -> list[Key]:
     """Return each system with each ratio, in the order of a table; full text and no context come once, with None."""
     keys: list[Key] = [(system, None) for system in (FULL, NONE) if system in systems]
@@ -137,7 +142,7 @@ def evaluation_stores(
             if not is_server_address(engine):
                 options["batch_size"] = asking.get("batch_size", 16)
             decoder = Decoder(bundle, store, engine=engine, **options)
-            store.ensure(list(dict.fromkeys(p for q in questions for p in q.passages)))
+            store.ensure([passage for q in questions for passage in q.passages])
             yield group, EvaluationPrompts(decoder, store, bundle.config.template)
 
 
@@ -290,7 +295,7 @@ def truncate_passages(passages: Sequence[str], tokenizer: Any, budget: int) -> l
     if total <= budget:
         return list(passages)
     shares = [budget * length // total for length in lengths]
-    by_remainder = sorted(range(len(lengths)), key=lambda i: (-(budget * lengths[i] % total), i))
+    by_remainder = sorted(range(len(lengths)), key=lambda i: -(budget * lengths[i] % total))
     for i in by_remainder[: budget - sum(shares)]:
         shares[i] += 1
     return [_head(text, tokenizer, share) for text, share in zip(passages, shares, strict=True)]

@@ -60,8 +60,8 @@ def evaluate(
 
 def compared_systems(bundle: Bundle, questions: Sequence[Question], **asking: Unpack[EvaluationOptions]) -> list[str]:
     """Return the systems (ways to make the context) that `evaluate` compares, in the order of the table."""
-    several = any(len(q.passages) > 1 for q in questions) and not bundle.compressor.needs_question
-    near = [EXTRACTED, *(SEVERAL if several else ())] if asking.get("sentences", True) else []
+    several = SEVERAL if answering.shows_several(bundle, questions) else ()
+    near = [EXTRACTED, *several] if asking.get("sentences", True) else []
     return [FULL, NONE, SOFT, TRUNCATED, *near]
 
 
@@ -130,8 +130,7 @@ def save_scores(scores: Sequence[SystemScore], text: str, folder: str | Path, ab
         for system in dict.fromkeys(s.system for s in scores if s.ratio)
     ]
     levels = {s.system: s.f1 for s in scores if s.ratio is None}
-    title = f"{about.get('bundle', '')}: answer F1 on {about.get('data', '')}"
-    plot_scores(folder / "scores.png", curves, levels, title)
+    plot_scores(folder / "scores.png", curves, levels, f"{about['bundle']}: answer F1 on {about['data']}")
 
 
 @dataclass(frozen=True)

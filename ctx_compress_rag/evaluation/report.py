@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ctx_compress_rag.errors import DataError, needs
 
@@ -50,23 +49,15 @@ def teacher_normalized(
     questions in the same order, answered by the same decoder. None if the full text is not significantly better than no
     context (at the interval's confidence level), because there is then no gain to take a share of.
     """
-    whole, means = _resampled(compressed, no_context, full_text)
+    scores, rng = np.array([compressed, no_context, full_text]), np.random.default_rng(_SEED)
+    draws = (rng.integers(len(full_text), size=len(full_text)) for _ in range(_RESAMPLES))
+    whole, means = scores.mean(axis=1), np.stack([scores[:, draw].mean(axis=1) for draw in draws])
     gain, worth = means[:, 0] - means[:, 1], means[:, 2] - means[:, 1]
     if whole[2] <= whole[1] or np.mean(worth <= 0) > _TAIL:
         return None
     share = (whole[0] - whole[1]) / (whole[2] - whole[1])
     low, high = np.quantile(gain[worth > 0] / worth[worth > 0], [_TAIL, 1 - _TAIL])
     return ConfidenceInterval(float(share), float(low), float(high))
-
-
-def _resampled(*systems: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each system's mean (systems,), and its means over resampled questions (resamples, systems)."""
-    lengths = [len(scores) for scores in systems]
-    if len(set(lengths)) != 1 or not lengths[0]:
-        raise DataError(f"the systems need scores of the same questions, got {lengths} scores")
-    scores, rng = np.array(systems, dtype=np.float64), np.random.default_rng(_SEED)
-    draws = (rng.integers(lengths[0], size=lengths[0]) for _ in range(_RESAMPLES))
-    return scores.mean(axis=1), np.stack([scores[:, draw].mean(axis=1) for draw in draws])
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -153,17 +144,14 @@ def draw_curves(axes: Any, curves: Sequence[ScoreCurve], levels: Mapping[str, fl
             linewidth=2.2 if i == 0 else 1.5,
             markersize=6 if i == 0 else 5,
             capsize=3,
-            zorder=3 - i / 10,
         )
     for i, (label, level) in enumerate(levels.items()):
-        axes.axhline(level, color="#555555", linestyle=(":", "-.")[i % 2], linewidth=1.3, label=label, zorder=1)
+        axes.axhline(level, color="#555555", linestyle=(":", "-.")[i % 2], linewidth=1.3, label=label)
     axes.set_ylim(0, 1.05)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{ratio:g}x" for ratio in ticks])
     axes.minorticks_off()
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def new_figure(width: float, height: float) -> Figure:

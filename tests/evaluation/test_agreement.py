@@ -40,13 +40,15 @@ RATIOS = (4, 16)
 TOKENS = 3
 
 
-def test_answers_are_those_asked_one_by_one(talkative: Any, tmp_path: Path) -> None:
+def test_answers_are_those_asked_one_by_one(talkative: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As quotations, if the bundle answers best so."""
+    monkeypatch.setattr(talkative, "config", talkative.config.model_copy(update={"extractive": True}))
     with SoftContextStore(tmp_path, talkative) as store:
         compared = measure_agreement(store, ASKED, RATIOS, max_tokens=TOKENS, batch_size=2)
         prompts = EvaluationPrompts(Decoder(talkative, store), store, talkative.config.template)
 
         def ask(key: Key, q: Question) -> Any:
-            return prompts.decoder.generate([prompts.make(key, q)], Sampling(max_tokens=TOKENS))[0]
+            return prompts.decoder.generate([prompts.make(key, q)], Sampling(max_tokens=TOKENS, extractive=True))[0]
 
         contexts = [(NONE, None), *((name, ratio) for ratio in RATIOS for name in (DEFAULT, EXTRACTED))]
         assert [(a.system, a.ratio) for a in compared] == [context for context in contexts for _ in ASKED]
@@ -70,16 +72,16 @@ def test_passages_are_found_by_their_ids(talkative: Any, tmp_path: Path) -> None
 def test_by_default_the_ratios_that_the_store_serves(
     make_tiny_bundle: Any, tiny_tokenizer: Any, talkative: Any, tmp_path: Path
 ) -> None:
-    def ratios(name: str, bundle: Any, ratio: int | None) -> list[int | None]:
+    def ratios(name: str, bundle: Any, ratio: int | None, asked: Any = ASKED[1:2]) -> list[int | None]:
         with SoftContextStore(tmp_path / name, bundle, ratio=ratio) as store:
-            found = measure_agreement(store, ASKED[1:2], max_tokens=1)
+            found = measure_agreement(store, asked, max_tokens=1)
             return [each.ratio for each in found if each.system == SOFT]
 
     assert ratios("nestable", talkative, None) == [4, 8, 16]
     assert ratios("from 8", talkative, 8) == [8, 16]
     assert ratios("fixed", make_tiny_bundle(name="compression_tokens"), 8) == [8]
     ram = ram_bundle(tiny_tokenizer)
-    assert ratios("close reading", ram, None) == ram.config.ratios
+    assert ratios("close reading", ram, None, ASKED[:1]) == ram.config.ratios  # several passages, never mixed
 
 
 def case(question: str, system: str, ratio: int | None, answer: str, f1: float) -> Agreement:

@@ -42,7 +42,7 @@ from ctx_compress_rag.evaluation.harness import (
 from ctx_compress_rag.evaluation.questions import Question, questions_of
 from ctx_compress_rag.marking.mark import mark_texts
 from ctx_compress_rag.models.sentence_embedding import embed_passages
-from ctx_compress_rag.text.answers import NO_ANSWER, exact_match, mentions_answer, token_f1
+from ctx_compress_rag.text.answers import NO_ANSWER, contains_answer, exact_match, mentions_answer, token_f1
 from ctx_compress_rag.text.templates import TEMPLATES, question_messages
 from helpers.methods import minilm
 
@@ -120,13 +120,16 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
     said = ["red fox", "fox", "a dog", NO_ANSWER, ""]
     answers = {
         key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30)
-        for key in ((FULL, None), (NONE, None), (SOFT, 4))
+        for key in ((NONE, None), (SOFT, 4))
     }
+    answers[FULL, None] = Answers(["red fox"] * 30, [9] * 30)
     for score in harness.score_answers(questions, answers):
         texts = answers[score.system, score.ratio].texts
         asked = [(t, q.answers) for t, q in zip(texts, questions, strict=True) if q.answers]
         rest = [t for t, q in zip(texts, questions, strict=True) if not q.answers]
         exact = np.array([exact_match(t, a) for t, a in asked])
+        assert (score.normalized is None) == (score.system in (FULL, NONE))
+        assert score.contains == pytest.approx(np.mean([contains_answer(t, a) for t, a in asked]))
         assert score.f1 == pytest.approx(np.mean([token_f1(t, a) for t, a in asked]))
         assert score.exact_match == pytest.approx(exact.mean())
         assert score.exact_match_error == pytest.approx(exact.std(ddof=1) / len(exact) ** 0.5)
@@ -135,7 +138,7 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
         assert f"{score.declined:.3f} ±" in score_table([score])
 
 
-def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> None:
+def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2):
         write_jsonl(tmp_path / f"set{number}.jsonl", world_examples("test", number, 3, max_turns=1, passages=(1,)))
     with (tmp_path / "set2.jsonl").open("a") as file:
@@ -149,8 +152,12 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path) -> Non
     assert "3 questions from set1" in scored["set1"].text
     assert "4 questions from set2 (1 are longer than the window); not trained for 32x" in scored["set2"].text
     saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
-    assert (saved["questions"], saved["too_long"]) == (4, 1)
+    assert (saved["questions"], saved["too_long"], saved["fingerprint"]) == (4, 1, tiny_bundle.fingerprint)
     assert all(row["declined"] is not None for row in saved["scores"])
+    monkeypatch.setattr(tiny_bundle.backbone.config, "max_position_embeddings", None)  # as Mamba's, without a limit
+    assert fitting_questions(tiny_bundle, sets["set2"]) == sets["set2"]
+    with pytest.raises(DataError, match="one: 1 questions"):
+        evaluate_sets(tiny_bundle, {"one": sets["set2"][-2:]}, (4,), tmp_path)
     with pytest.raises(DataError, match="'set1'"):
         question_sets([files[0], files[0]], 9)
 
@@ -231,7 +238,7 @@ def test_an_interrupted_run_continues_from_its_answers(
     with pytest.raises(KeyboardInterrupt):
         scored(tiny_bundle, LOGGED, log)
     with log.open("ab") as file:
-        file.write(b'{"system": "full te')  # the line that a kill cut off
+        file.write(b'{"system": "full te\xc3')  # the line that a kill cut off
     asked.last = CALLS + 1
     assert scored(tiny_bundle, LOGGED, log) == plain
     assert asked.calls == CALLS
