@@ -98,27 +98,12 @@ Contexts = list[list[Prompt]]
 """The demonstrations of each support context."""
 
 
-class AnswersMeanLoss(BatchMeanLoss, nn.Module):
-    """The base class of losses that are the mean cross-entropy of the whole batch's answer tokens."""
-
-    def __init__(self, decoder: PlainDecoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
-        return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
-
-    def share(self, items: Tensor, rows: list[Prompt], adapter: Adapter | None) -> Tensor:
-        """Return the loss's part that the prompts `rows` have; `items`, (1,), counts the batch's answer tokens."""
-        loss = answer_losses(self.decoder, [rows], adapter)[0]
-        return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
-
-
-class RetrievalAdapterLoss(AnswersMeanLoss):
+class RetrievalAdapterLoss(BatchMeanLoss, nn.Module):
     """The loss that trains Q/K/V LoRA factors, on the answers' tokens (In-Context Optimization, appendix G)."""
 
     def __init__(self, decoder: PlainDecoder, rank: int, alpha: int) -> None:
-        super().__init__(decoder)
+        super().__init__()
+        self.decoder = decoder
         self.scale = alpha / rank
         shapes = qkv_projections(decoder.backbone.model)
         self.names = list(shapes)
@@ -133,8 +118,12 @@ class RetrievalAdapterLoss(AnswersMeanLoss):
             dict(zip(self.names, self.a, strict=True)), dict(zip(self.names, self.b, strict=True)), self.scale
         )
 
+    def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
+        return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
+
     def loss(self, items: Tensor, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
-        return self.share(items, rows, self.adapter())
+        loss = answer_losses(self.decoder, [rows], self.adapter())[0]
+        return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
 
 
 class MatchingLoss(nn.Module):
@@ -155,7 +144,7 @@ class MatchingLoss(nn.Module):
         self.keep = keep
         self._kept: dict[int, tuple[Tensor, ...]] = {}
 
-    def forward(self, numbers: Sequence[int], contexts: Contexts, queries: Contexts) -> dict[str, Tensor]:
+    def forward(self, numbers: Sequence[int], contexts: Contexts) -> dict[str, Tensor]:
         if not self.keep:
             pooled = self.update.pooled(self.decoder, contexts)
             target = self.update.target(self.decoder, contexts)
@@ -203,12 +192,8 @@ class EpisodeBatches:
 
     def contexts(self, numbers: Sequence[int]) -> dict[str, Any]:
         """Return the arguments of `MatchingLoss` for the support contexts of these episodes."""
-        whole = self._episodes(numbers)
-        return {
-            "numbers": numbers,
-            "contexts": [demonstration_prompts(self.decoder, episode.support) for episode in whole],
-            "queries": [demonstration_prompts(self.decoder, [episode.query]) for episode in whole],
-        }
+        support = [episode.support for episode in self._episodes(numbers)]
+        return {"numbers": numbers, "contexts": [demonstration_prompts(self.decoder, shown) for shown in support]}
 
 
 def shuffled_passes(size: int, count: int, seed: int) -> list[int]:

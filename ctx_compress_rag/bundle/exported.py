@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
 
 from ctx_compress_rag.errors import BundleError, RatioError, StoreWriteError
 from ctx_compress_rag.methods.base.config import WrapConfig
@@ -25,13 +29,6 @@ from ctx_compress_rag.soft_context import SoftContext
 if TYPE_CHECKING:  # they import torch
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-
-
-import copy
-from datetime import datetime
-from functools import cached_property
-
-from tokenizers import AddedToken, Tokenizer
 
 
 class FastTokenizer:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ctx_compress_rag.decoding.filters import default_json_tokens, json_schema_text
+from ctx_compress_rag.decoding.filters import Scores, default_json_tokens, json_schema_text
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.strict import check_known_options, faults_raised_as
 
 if TYPE_CHECKING:  # it imports torch
     from ctx_compress_rag.bundle.config import BundleConfig
-
-from collections.abc import Sequence
-from itertools import accumulate
-
-import numpy as np
-
-from ctx_compress_rag.decoding.filters import Scores
 
 
 @dataclass(frozen=True)

@@ -42,21 +42,18 @@ def test_each_stage_leaves_what_can_be_loaded(bundle_folder: Path, adaptive: Dec
 def test_one_step_moves_what_is_trained_and_nothing_else(adaptive: Decoder) -> None:
     """Every objective: the decoder's parameters keep every bit."""
     bundle = adaptive.bundle
-    rows, queries = (
-        [demonstration_prompts(adaptive, DEMONSTRATIONS[:2])],
-        [demonstration_prompts(adaptive, DEMONSTRATIONS[2:])],
-    )
+    rows, queries = (demonstration_prompts(adaptive, shown) for shown in (DEMONSTRATIONS[:2], DEMONSTRATIONS[2:3]))
     base = random_adapter(bundle.backbone.model, 2, seed=1)
     config = PredictorConfig(inner_steps=2, inner_learning_rate=0.1, demonstrations=2, hidden=8, code=4)
     adapter_loss = RetrievalAdapterLoss(bundle, 2, 4)
     for b in adapter_loss.b:
         torch.nn.init.normal_(b, std=0.1)  # zero leaves `a` without a gradient in the first step
-    contexts = {"numbers": [0], "contexts": rows, "queries": queries}
+    contexts = {"numbers": [0], "contexts": [rows]}
     objectives = [
-        (adapter_loss, {"rows": rows[0]}),
-        (PromptTuningLoss(bundle, 3, seed=0), {"rows": rows[0]}),
+        (adapter_loss, {"rows": rows}),
+        (PromptTuningLoss(bundle, 3, seed=0), {"rows": rows}),
         (MatchingLoss(bundle, PredictedUpdate.build(base, bundle, config), 0.1), contexts),
-        (TaskObjective(bundle, PredictedUpdate.build(base, bundle, config)), contexts),
+        (TaskObjective(bundle, PredictedUpdate.build(base, bundle, config), lambda numbers: queries), contexts),
     ]
     frozen = {n: p.detach().clone() for n, p in bundle.backbone.model.named_parameters()}
     frozen |= {f"reader {n}": p.detach().clone() for n, p in bundle.reader.named_parameters()}

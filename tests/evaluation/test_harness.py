@@ -118,10 +118,7 @@ def test_unanswerable_questions_are_scored_by_who_declines_them() -> None:
     rng = np.random.default_rng(0)
     questions = [Question(("p",), f"q{i}", ("red fox",) if i % 3 else ()) for i in range(30)]
     said = ["red fox", "fox", "a dog", NO_ANSWER, ""]
-    answers = {
-        key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30)
-        for key in ((NONE, None), (SOFT, 4))
-    }
+    answers = {key: Answers([said[i] for i in rng.integers(5, size=30)], [9] * 30) for key in ((NONE, None), (SOFT, 4))}
     answers[FULL, None] = Answers(["red fox"] * 30, [9] * 30)
     for score in harness.score_answers(questions, answers):
         texts = answers[score.system, score.ratio].texts
@@ -154,7 +151,7 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path, monkey
     saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
     assert (saved["questions"], saved["too_long"], saved["fingerprint"]) == (4, 1, tiny_bundle.fingerprint)
     assert all(row["declined"] is not None for row in saved["scores"])
-    monkeypatch.setattr(tiny_bundle.backbone.config, "max_position_embeddings", None)  # as Mamba's, without a limit
+    monkeypatch.setattr(type(tiny_bundle.backbone), "window", None)  # as Mamba's, without a limit
     assert fitting_questions(tiny_bundle, sets["set2"]) == sets["set2"]
     with pytest.raises(DataError, match="one: 1 questions"):
         evaluate_sets(tiny_bundle, {"one": sets["set2"][-2:]}, (4,), tmp_path)

@@ -49,23 +49,16 @@ def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def set_learning_rate(optimizers: list[Optimizer], optim: OptimConfig, step: int) -> float:
-    """Set the learning rates of a step, counted from 0, and return AdamW's."""
-    share = learning_rate_share(optim, step)
+    """Set the learning rates of a step, counted from 0: they rise linearly, and fall by `schedule`. Return AdamW's."""
+    warmup = round(optim.warmup_ratio * optim.steps)
+    progress = (step - warmup) / max(1, optim.steps - warmup)
+    left = 1 - progress if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    final = optim.final_learning_rate / optim.learning_rate
+    share = step / warmup if step < warmup else final + (1 - final) * left
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
     return optim.learning_rate * share
-
-
-def learning_rate_share(optim: OptimConfig, step: int) -> float:
-    """Return the learning rate of a step (from 0) as a share of the highest: it rises linearly, falls by `schedule`."""
-    warmup = round(optim.warmup_ratio * optim.steps)
-    if step < warmup:
-        return step / warmup
-    progress = (step - warmup) / max(1, optim.steps - warmup)
-    left = 1 - progress if optim.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    final = optim.final_learning_rate / optim.learning_rate
-    return final + (1 - final) * left
 
 
 def weight_average(weights: nn.ParameterList, decay: float) -> AveragedModel:
