@@ -9,12 +9,11 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
-from safetensors import SafetensorError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
@@ -25,6 +24,7 @@ from ctx_compress_rag.models.sentence_embedding import gelu
 from ctx_compress_rag.process_bound import ProcessBound
 from ctx_compress_rag.prompt import Side
 from ctx_compress_rag.soft_context import SoftContext
+from ctx_compress_rag.strict import Strict, explain_validation_error
 
 if TYPE_CHECKING:  # they import torch
     from ctx_compress_rag.bundle.bundle import Bundle
@@ -54,7 +54,7 @@ class FastTokenizer:
     def parts_of(cls, tokenizer: Any) -> dict[str, Any]:
         """Return the arguments, as JSON can hold them, that make a FastTokenizer of one of transformers."""
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-        template = tokenizer.chat_template
+        template = tokenizer.get_chat_template() if tokenizer.chat_template else None  # some have several, by name
         return {"backend": tokenizer.backend_tokenizer.to_str(), "special": special, "chat_template": template}
 
     def __len__(self) -> int:
@@ -87,13 +87,23 @@ class FastTokenizer:
         return [self.backend_tokenizer.token_to_id(token) for token in tokens]
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **unused: Any) -> str:
-        return str(self._template.render(messages=messages, add_generation_prompt=True, **self.special_tokens_map))
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **self.special_tokens_map}
+        return str(self._template.render(messages=messages, **given))
 
     @cached_property
     def _template(self) -> Any:
         from jinja2.exceptions import TemplateError
-        from jinja2.ext import loopcontrols
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(Extension):
+            """Reads `{% generation %}`, with which templates for training mark answers."""
+
+            tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
@@ -102,7 +112,9 @@ class FastTokenizer:
             return json.dumps(value, **{"ensure_ascii": False, **options})
 
         # The environment that templates are written for (transformers' documentation, "Writing a chat template").
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+        )
         environment.filters["tojson"] = as_json
         environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         return environment.from_string(self.chat_template or "")
@@ -112,13 +124,42 @@ AnyBundle: TypeAlias = "Bundle | ExportedBundle"
 AnyDecoder: TypeAlias = "PlainDecoder | ExportedBundle"
 EXPORTED_FILE = "answering.json"
 _READER_FILE = "reader.safetensors"
-_FORMAT = 1
 
 
-class _Config(BaseModel):
-    """A bundle's settings as its `BundleConfig` wrote them; checking them again would import all methods."""
+class _Config(BaseModel, extra="allow", frozen=True):
+    """A bundle's settings as its `BundleConfig` wrote them; checking all of them would import all methods."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+    base_ratio: int = Field(gt=0)
+    template: str
+    answer_tokens: int = Field(gt=0)
+    extractive: bool
+    text_share: float | None
+    separator: str
+    answer_prefix: str
+
+
+class _Tokenizer(Strict):
+    backend: str
+    special: dict[str, str]
+    chat_template: str | None
+
+
+class _Answering(Strict):
+    """What `EXPORTED_FILE` holds."""
+
+    format: Literal[1]
+    fingerprint: str
+    config: _Config
+    decoder_name: str | None
+    tokenizer: _Tokenizer
+    generation_config: dict[str, Any]
+    nestable: bool
+    window: int | None = Field(gt=0)
+    sides: tuple[Side, ...] = Field(min_length=1)
+    digests: dict[Side, str]  # of the GGUF file of each side
+    embeddings: tuple[int, int]  # their width, and how many there are
+    wrap: WrapConfig | None
 
 
 class ExportedBundle(ProcessBound):
@@ -141,27 +182,28 @@ class ExportedBundle(ProcessBound):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         try:
-            said = json.loads((self.folder / EXPORTED_FILE).read_bytes())
-            if said["format"] != _FORMAT:
-                raise ValueError(f"its format is {said['format']}")
+            said = _Answering.model_validate_json((self.folder / EXPORTED_FILE).read_bytes())
             self._weights = load_file(self.folder / _READER_FILE)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            self.tokenizer: Any = FastTokenizer(**dict(said.tokenizer))
+            self._wrap = said.wrap or WrapConfig()
+            self.dim, self.vocabulary = said.embeddings
+            maps = [self._weights[name] for name in ("weight", "inner.weight") if name in self._weights]
+            width = maps[0].shape[1] if maps else self.dim
+            one = self.embed(SoftContext(np.zeros((1, width), np.float32), np.ones(1, np.int64)))
+            if one.shape != (self.positions(1), self.dim) or not np.isfinite(one).all():
+                raise ValueError(f"{_READER_FILE} does not fit {EXPORTED_FILE}")
+        except Exception as error:  # of a file, pydantic, safetensors, tokenizers or NumPy
+            what = explain_validation_error(error) if isinstance(error, ValidationError) else error
             how = "run ctx-compress export --engine llama.cpp"
-            raise BundleError(f"{str(folder)!r} holds no exported bundle ({error}): {how}") from error
-        self.config: Any = cast(Any, _Config(**said["config"]))
-        self.tokenizer: Any = FastTokenizer(**said["tokenizer"])
-        self.generation_config = SimpleNamespace(**said["generation_config"])
+            raise BundleError(f"{str(folder)!r} holds no exported bundle ({what}): {how}") from error
+        self.config: Any = said.config
+        self.generation_config = SimpleNamespace(**said.generation_config)
         self.compressor = PassageRenderer()
-        self.compressor.nestable = said["nestable"]
-        self.fingerprint: str = said["fingerprint"]
-        self.decoder_name: str | None = said["decoder_name"]
-        self.window: int | None = said["window"]
-        self.digests: dict[Side, str] = said["digests"]  # of the GGUF file of each side
-        self.dim, self.vocabulary = said["embeddings"]
-        self.sides: tuple[Side, ...] = tuple(said["sides"])
-        self.separator: str = self.config.separator
-        self.answer_prefix: str = self.config.answer_prefix
-        self._wrap = WrapConfig(**(said["wrap"] or {}))
+        self.compressor.nestable = said.nestable
+        self.fingerprint = said.fingerprint
+        self.decoder_name = said.decoder_name
+        self.window, self.digests, self.sides = said.window, said.digests, said.sides
+        self.separator, self.answer_prefix = said.config.separator, said.config.answer_prefix
 
     def __repr__(self) -> str:
         return f"ExportedBundle({str(self.folder)!r}, {self.config.name!r})"
@@ -203,7 +245,7 @@ def write_exported_bundle(bundle: Bundle, folder: Path, digests: Mapping[Side, s
     state = {name: value for part in parts for name, value in part.state_dict().items()}
     save_file({name: value.float().cpu().numpy() for name, value in state.items()}, folder / _READER_FILE)
     about = {
-        "format": _FORMAT,
+        "format": 1,
         "fingerprint": bundle.fingerprint,
         "config": bundle.config.model_dump(mode="json"),
         "decoder_name": bundle.decoder_name,

@@ -1,5 +1,6 @@
 """A process without torch and transformers prepares the prompts that the bundle itself prepares."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ctx_compress_rag import Bundle, Decoder, ExportedBundle, SoftContextStore
-from ctx_compress_rag.bundle.exported import FastTokenizer, write_exported_bundle
+from ctx_compress_rag.bundle.exported import EXPORTED_FILE, FastTokenizer, write_exported_bundle
 from ctx_compress_rag.errors import BundleError, ConfigError, StoreWriteError
 from ctx_compress_rag.methods.base.config import WrapConfig
 from ctx_compress_rag.methods.base.reader import SlotWrap, TwoLayerMap
@@ -99,6 +100,39 @@ def test_its_tokenizer_is_that_of_transformers(name: str) -> None:
         assert chat_text(own, chat) == chat_text(tokenizer, chat)
     both = (PromptTokenizer(each).encode(["a </s>", "b"], True) for each in (own, tokenizer))
     assert all(np.array_equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% generation %}{{ m.content }}\n{% endgeneration %}!{% endfor %}",  # as trainers write
+        "{{ messages[0].content }}{% if tools is not none %}{{ tools | length }}{% endif %}",
+        {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"},
+    ],
+)
+def test_its_chat_format_is_that_of_transformers(tiny_tokenizer: Any, template: Any) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = template
+    own = FastTokenizer(**FastTokenizer.parts_of(tokenizer))
+    chat = [{"role": "user", "content": QUESTION}]
+    assert own.apply_chat_template(chat) == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", 2),
+        ("tokenizer", {"backend": "{", "special": {}, "chat_template": None}),
+        ("window", "wide"),
+        ("wrap", {"before": 2}),
+        ("embeddings", [3, 600]),
+    ],
+)
+def test_a_damaged_one_is_refused(exported: ExportedBundle, key: str, value: Any) -> None:
+    file = exported.folder / EXPORTED_FILE
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: value}))
+    with pytest.raises(BundleError, match="ctx-compress export"):
+        ExportedBundle(exported.folder)
 
 
 def test_it_compresses_nothing_and_runs_with_llama_cpp_alone(exported: ExportedBundle, tmp_path: Path) -> None:
