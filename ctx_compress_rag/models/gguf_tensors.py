@@ -29,6 +29,7 @@ _NAMES = {
 }
 _LINEAR = ("attn_qkv.weight", "attn_gate.weight")
 _VOCABULARY = (".tokens", ".merges", ".scores", ".token_type")  # long lists, which are slow to read
+_MOST_VALUES = 2**23  # read one by one; a vocabulary of 260,000 tokens takes two million
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], Callable[[], Any]]:
@@ -36,9 +37,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], Callable[[], Any]]:
 
     Raises ValueError if the file says, has or misses something that transformers' model would not have.
     """
-    import gguf
-
-    metadata, tensors = _contents(gguf.GGUFReader(file))
+    metadata, tensors = _contents(_reader(file))
     known = architecture_of(metadata)
     shapes = {name: tuple(tensor.shape[::-1].tolist()) for name, tensor in tensors.items()}
     factors = {name: tensors[name].data for name in FACTORS if name in tensors}
@@ -47,6 +46,25 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], Callable[[], Any]]:
     for layer in range(config.num_hidden_layers, config.num_hidden_layers + guessing):
         tensors = {name: each for name, each in tensors.items() if not name.startswith(f"blk.{layer}.")}
     return metadata, partial(_load, tensors, metadata["general.architecture"], known, config)
+
+
+def _reader(file: Path) -> Any:
+    """Return a `gguf.GGUFReader`; raise ValueError if the file is shorter than it says, or has too long lists."""
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        read = 0
+
+        # Its own reads nothing beyond the end, and goes on: a list whose length is damaged would fill the memory.
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            self.read += 1
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data) or self.read > _MOST_VALUES:
+                raise ValueError(
+                    f"the file is cut, or damaged before byte {min(offset, len(self.data))}: fetch it again"
+                )
+            return super()._get(offset, dtype, count, override_order)
+
+    return Reader(file)
 
 
 def _contents(reader: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What a GGUF file says of its model and tokenizer is what runs, or the file is refused by key and value."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks.gguf_files.shapes import SHAPES, tiny_config, tiny_model
+from ctx_compress_rag.models import gguf_tensors
 from ctx_compress_rag.models.gguf import gguf_tokenizer
 from ctx_compress_rag.models.gguf_metadata import ARCHITECTURES, architecture_of, gguf_config
 from ctx_compress_rag.models.gguf_tensors import changed, file_changes, read_gguf
@@ -133,6 +135,21 @@ def test_a_piece_of_a_model_is_refused() -> None:
     for names in ({}, {"token_embd.weight": (60, 64)}):
         with pytest.raises(ValueError, match="llama-gguf-split --merge"):
             gguf_config(metadata, names, {})
+
+
+@pytest.mark.parametrize("share", [0.0003, 0.1, 0.5, 0.999])
+def test_a_cut_file_is_refused(share: float, tmp_path: Path) -> None:
+    write_gguf(tiny_model("Llama", 60), file := tmp_path / "tiny.gguf")
+    os.truncate(file, int(share * file.stat().st_size))
+    with pytest.raises(ValueError, match="fetch it again"):
+        read_gguf(file)
+
+
+def test_lists_without_end_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_gguf(tiny_model("Llama", 60), file := tmp_path / "tiny.gguf")
+    monkeypatch.setattr(gguf_tensors, "_MOST_VALUES", 20)
+    with pytest.raises(ValueError, match="fetch it again"):
+        read_gguf(file)
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
