@@ -12,8 +12,9 @@ import re
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import ZipFile
 
 MOST_TEXT = 32 << 20  # maximum characters of a document's text
@@ -43,8 +44,11 @@ def read_document(path: Path) -> dict[str, Any]:
                 file, lacks = io.BytesIO(table.encode()), [] if sure else [_UNEQUAL]
             elif suffix in (".docx", ".pptx", ".xlsx") and file.peek(4)[:4] == b"\xd0\xcf\x11\xe0":
                 return {"error": "it is protected by a password (or of an older format): save it without"}
-            about = StreamInfo(extension=suffix, charset="utf-8" if kind == "Csv" else None)
-            text = getattr(converters, f"{kind}Converter")().convert(file, about).markdown
+            if kind == "Xlsx":
+                text = "\n\n".join(_sheets(file))
+            else:
+                about = StreamInfo(extension=suffix, charset="utf-8" if kind == "Csv" else None)
+                text = getattr(converters, f"{kind}Converter")().convert(file, about).markdown
     except OSError as error:
         return {"error": f"it cannot be read ({error.strerror})"}
     except MemoryError:
@@ -90,11 +94,31 @@ def _separated_by_commas(text: str) -> tuple[str, bool]:
     return _written(tables[max(agree, key=lambda each: agree[each])]), False
 
 
+def _sheets(file: BinaryIO) -> Iterator[str]:
+    """Yield each sheet of a workbook as Markdown, without empty rows and columns.
+
+    markitdown's own has NaN for empty cells and for texts such as NA, `Unnamed: 1` for headings, and 89.0 for 89.
+    """
+    from markitdown import StreamInfo, converters
+    from openpyxl import load_workbook
+
+    csv_converter: Any = converters.CsvConverter
+    about = StreamInfo(extension=".csv", charset="utf-8")
+    for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
+        sheet.reset_dimensions()  # what a file says of them may be wrong
+        found = (["" if cell is None else str(cell) for cell in row] for row in sheet.iter_rows(values_only=True))
+        rows = [row for row in found if any(row)]
+        used = sorted({column for row in rows for column, cell in enumerate(row) if cell})
+        cells = ([row[column] if column < len(row) else "" for column in used] for row in rows)
+        table = io.BytesIO(_written(cells).encode())
+        yield f"## {sheet.title}\n{csv_converter().convert(table, about).markdown}".strip()
+
+
 def _rows(text: str, separator: str) -> list[list[str]]:
     return [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator) if row]
 
 
-def _written(rows: list[list[str]]) -> str:
+def _written(rows: Iterable[list[str]]) -> str:
     written = io.StringIO(newline="")
     csv.writer(written).writerows(rows)
     return written.getvalue()

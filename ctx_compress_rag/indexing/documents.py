@@ -83,7 +83,7 @@ class DocumentReader:
 
     def _known(self) -> dict[str, str]:
         """Return which limit documents met, by their hash."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
             if self._costly:
                 return dict(json.loads(self._costly.read_text()))
         return {}

@@ -275,16 +275,26 @@ def test_tables_slides_and_other_texts_are_read(tmp_path: Path) -> None:
     deck, book = pptx.Presentation(), openpyxl.Workbook()
     deck.slides.add_slide(deck.slide_layouts[5]).shapes.title.text = "The amber slide."
     deck.save(str(tmp_path / "d.pptx"))
-    for row in (["part", "price"], ["pump", 5]):
+    for row in (["parts"], [], ["part", None, "region", "price"], ["pump", None, "NA", 5], ["seal"]):
         book.active.append(row)
     book.save(tmp_path / "e.xlsx")
-    *found, slide, sheet = ((text.text, text.markdown) for text in open_index_input(tmp_path).texts())
+    given = open_index_input(tmp_path)
+    given.costly = tmp_path / "costly"
+    given.costly.write_text("5")  # damaged: it counts for nothing
+    *found, slide, sheet = ((text.text, text.markdown) for text in given.texts())
     assert found == [
         ("| part | price |\n| --- | --- |\n| pump | 5 |", True),
         ('{"part": "pump"}', False),
         ("Pump\n====\n", True),
     ]
-    assert "# The amber slide." in slide[0] and "| pump | 5 |" in sheet[0]
+    assert "# The amber slide." in slide[0]
+    assert [line.split("|")[1:-1] for line in sheet[0].splitlines()[1:]] == [
+        [" parts ", "  ", "  "],
+        [" --- "] * 3,
+        [" part ", " region ", " price "],
+        [" pump ", " NA ", " 5 "],
+        [" seal ", "  ", "  "],
+    ]
 
 
 @pytest.mark.parametrize(
