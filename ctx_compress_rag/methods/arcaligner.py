@@ -20,13 +20,13 @@ from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.methods.sentence_slots import SentenceSlotsCompressor, SentenceUnits
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import decoder_layers, decoder_trunk, linear_layers, one_stream
-from ctx_compress_rag.strict import Strict
+from ctx_compress_rag.strict import Size, Strict
 
 
 class SelectiveLoraConfig(Strict):
     """The settings of LoRA in every linear layer, at slot positions only (ArcAligner, section 3.3 and table 5)."""
 
-    rank: int = Field(default=128, gt=0)
+    rank: Size = 128
     alpha: int = Field(default=32, gt=0)
     dropout: float = Field(default=0.05, ge=0, lt=1)
 
@@ -52,7 +52,7 @@ class ArcAlignerConfig(SentenceUnits):
     loops: int = Field(default=3, ge=0)
     gated_layers: Literal["all"] | list[int] = "all"
     gate: Literal["learned", "open"] = "learned"
-    gate_width: int = Field(default=128, gt=0)
+    gate_width: Size = 128
 
     def compressor(self, backbone: Backbone) -> SentenceSlotsCompressor:
         return SentenceSlotsCompressor(backbone, self)

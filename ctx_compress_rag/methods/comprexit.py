@@ -13,6 +13,7 @@ from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.layers import layer_states
+from ctx_compress_rag.strict import Size
 
 
 class ComprexitConfig(MethodConfig):
@@ -32,9 +33,9 @@ class ComprexitConfig(MethodConfig):
     name: Literal["comprexit"] = "comprexit"
     layers: Literal["all", "last"] = "all"
     allocation: Literal["transport", "window_attention"] = "transport"
-    gate_dim: int = Field(default=256, gt=0)
-    slot_dim: int = Field(default=256, gt=0)
-    transport_dim: int = Field(default=256, gt=0)
+    gate_dim: Size = 256
+    slot_dim: Size = 256
+    transport_dim: Size = 256
     temperature: float = Field(default=16.0, gt=0)
     segment_tokens: int = Field(default=128, gt=0)
     # Slots should be anchored to their own field and still reach beyond it (figure 7b). Untrained, on the states of a

@@ -13,6 +13,7 @@ from ctx_compress_rag.methods.base.compressor import SlotBatch, TokenCompressor,
 from ctx_compress_rag.methods.base.config import MethodConfig, TuneConfig
 from ctx_compress_rag.methods.base.reader import LinearMap, Reader
 from ctx_compress_rag.models.backbone import Backbone
+from ctx_compress_rag.strict import Size
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class MeanPoolingConfig(MethodConfig):
     embedding_skip: bool = False
     layers: int | None = Field(default=None, ge=0)
     hidden_map: bool = False
-    positions: int | None = Field(default=None, gt=0)
+    positions: Size | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -22,6 +22,7 @@ from ctx_compress_rag.methods.base.config import OneRatioConfig, TuneConfig, Wra
 from ctx_compress_rag.methods.base.reader import Reader
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.inputs import NO_TOKEN
+from ctx_compress_rag.strict import Size
 from ctx_compress_rag.text.chat import PromptTokenizer
 
 
@@ -41,7 +42,7 @@ class MemoryTokensConfig(OneRatioConfig):
     paper = "PISCO: Pretty Simple Compression for Retrieval-Augmented Generation"
 
     name: Literal["memory_tokens"] = "memory_tokens"
-    slots: int = Field(gt=0)
+    slots: Size
     begin: int = Field(default=0, ge=0)
     bos: Literal["window", "first"] = "window"
     eos: bool = False

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
 
 from ctx_compress_rag.errors import BundleError
 from ctx_compress_rag.methods.base.compressor import (
@@ -23,6 +22,7 @@ from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.identity import model_folder_digest
 from ctx_compress_rag.models.loading import progress_line
+from ctx_compress_rag.strict import Size
 from ctx_compress_rag.text.tokenizing import text_ids
 
 
@@ -50,7 +50,7 @@ class OwnEncoderConfig(OneRatioConfig):
     subfolder: str | None = None
     revision: str | None = None
     digest: str | None = None
-    dim: int = Field(gt=0)
+    dim: Size
     pooling: Literal["mean", "last"] = "mean"
     bos: bool = False
     eos: bool = False

@@ -18,6 +18,7 @@ from ctx_compress_rag.methods.base.reader import Reader, TwoLayerMap
 from ctx_compress_rag.models.backbone import Backbone
 from ctx_compress_rag.models.loading import progress_line
 from ctx_compress_rag.models.sentence_embedding import PACKAGED
+from ctx_compress_rag.strict import Size
 from ctx_compress_rag.text.sentences import split_units
 from ctx_compress_rag.text.tokenizing import text_parts
 
@@ -39,7 +40,7 @@ class SentenceUnits(MethodConfig):
 
     encoder: str = Field(default="sentence-transformers/all-MiniLM-L6-v2", min_length=1)
     encoder_revision: str | None = None
-    encoder_dim: int = Field(default=384, gt=0)
+    encoder_dim: Size = 384
     unit: Literal["sentence", "passage", "tokens"] = "sentence"
     language: str = "en"
 
