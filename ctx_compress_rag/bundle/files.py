@@ -4,6 +4,7 @@ import hashlib
 import json
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,17 +165,23 @@ def read_bundle_tensors(path: Path, *, counts: bool = False) -> dict[str, Tensor
 
     `counts` admits whole numbers, which some decoders keep beside their weights.
     """
-    try:
+    with _damage_named(path):
         tensors = weights_from_int8(load_file(path))
-    except FileNotFoundError:
-        raise BundleError(f"the bundle is incomplete: {path} is missing") from None
-    except (SafetensorError, OSError) as error:
-        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
     for name, value in tensors.items():
         if not (counts or value.is_floating_point()) or not value.isfinite().all():
             fault = f"{name} holds a NaN, an infinity or whole numbers"
             raise BundleError(f"{path} is damaged ({fault}): fetch or make the bundle again")
     return tensors
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise BundleError(f"the bundle is incomplete: {path} is missing") from None
+    except (SafetensorError, OSError, KeyError, RuntimeError) as error:  # the latter two if scales do not fit
+        raise BundleError(f"{path} is damaged ({error}): fetch or make the bundle again") from error
 
 
 def read_decoder_tensors(folder: Path) -> Mapping[str, Tensor]:
@@ -191,11 +198,11 @@ class _Shards(Mapping[str, Tensor]):
     def __init__(self, paths: list[Path]) -> None:
         self._paths: dict[str, Path] = {}
         for path in paths:
-            with safe_open(path, "pt") as file:
+            with _damage_named(path), safe_open(path, "pt") as file:
                 self._paths |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._paths[name], "pt") as file:
+        with _damage_named(path := self._paths[name]), safe_open(path, "pt") as file:
             found: Tensor = file.get_tensor(name)
         return found
 

@@ -1,7 +1,6 @@
 """Find, read and validate recipes, and run them, for `ctx-compress train`; only the same recipe resumes a training."""
 
 import hashlib
-import json
 import logging
 import shutil
 import time
@@ -15,7 +14,7 @@ import torch
 import yaml
 from filelock import FileLock, Timeout
 
-from ctx_compress_rag.bundle.files import REPORT_FILE
+from ctx_compress_rag.bundle.files import REPORT_FILE, read_bundle_report
 from ctx_compress_rag.errors import ConfigError, TimeUpError
 from ctx_compress_rag.models.identity import file_sha256
 from ctx_compress_rag.strict import any_of, faults_raised_as
@@ -45,8 +44,9 @@ def load_recipe(path: str | Path) -> BaseRecipe:
         raise ConfigError(f"no recipe {str(path)!r}: give a YAML file or one of {', '.join(names)}")
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # some numbers and dates; other encodings
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{file} is not valid YAML in UTF-8 ({said}): correct it") from None
     return parse_recipe(settings, str(file))
 
 
@@ -168,10 +168,7 @@ def _alone(output: Path) -> AbstractContextManager[Any]:
 
 def is_recipe_finished(recipe: BaseRecipe) -> bool:
     """Whether exactly this recipe has been run to its end, on files with their current contents."""
-    file = recipe.output / REPORT_FILE
-    if not file.exists():
-        return False
-    report = json.loads(file.read_text(encoding="utf-8"))
+    report = read_bundle_report(recipe.output / REPORT_FILE)
     same = report.get("recipe") == recipe.model_dump(mode="json")
     return same and not _changed_files(recipe, report.get(_FILES_KEY, {}))
 
@@ -181,7 +178,7 @@ def _refuse_another(recipe: BaseRecipe) -> None:
     file = folder / _RECIPE_FILE
     if not file.exists() or not complete_checkpoints(recipe.output):
         return
-    if changed := list(_changed(recipe, json.loads(file.read_text(encoding="utf-8")))):
+    if changed := list(_changed(recipe, read_bundle_report(file))):
         raise ConfigError(
             f"{folder} holds a training with other settings ({'; '.join(changed)}): restore those settings, choose "
             "another output, or start again with --no-resume"
@@ -234,7 +231,7 @@ def _changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:
 
 def _changed(recipe: BaseRecipe, before: Any) -> Iterator[str]:
     """Yield the keys that differ from the checkpoint's recipe, with both values, and the files that have changed."""
-    files = before.pop(_FILES_KEY)
+    files = before.pop(_FILES_KEY, {})
     old, new = _flat(before), _flat(recipe.model_dump(mode="json"))
     for key in sorted((old.keys() | new.keys()) - _MAY_CHANGE):
         if old.get(key) != new.get(key):

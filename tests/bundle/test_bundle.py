@@ -142,6 +142,16 @@ def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: st
     assert named in str(caught.value) and str(folder) in str(caught.value)
 
 
+def test_a_damaged_shard_of_the_decoder_is_named(folder: Path) -> None:
+    whole = folder / "decoder" / "model.safetensors"
+    for number, (name, tensor) in enumerate(load_file(whole).items()):
+        save_file({name: tensor}, part := folder / "decoder" / f"model-{number}.safetensors")
+    whole.unlink()
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(BundleError, match=re.escape(str(part))):
+        Bundle.from_pretrained(folder, device="cpu")
+
+
 IRREGULAR: dict[str, Callable[[Path], object]] = {
     "fifo": os.mkfifo,
     "zeros": lambda path: path.symlink_to("/dev/zero"),
@@ -209,6 +219,7 @@ def test_a_decoder_whose_files_lack_weights_is_refused(folder: Path, change: dic
         ({"unknown": 1}, "unknown=1"),
         ({"method": {"name": "max_pooling"}}, r"method.name: 'max_pooling' is unknown: give one of .*'mean_pooling'"),
         ({"method": {"name": "mean_pooling", "encoder": {"rank": 0}}}, r"method.mean_pooling.encoder.rank: .*got 0"),
+        ({"method": {"name": "mean_pooling", "positions": 2**40}}, r"positions: .*less than or equal to 65536"),
         ({"base_ratio": "four"}, r"base_ratio: .*got 'four'"),
         ({"ratios": [4, 6]}, "ratio 6 cannot be made from slots stored at 4"),
         ({"window": 62}, "window 62 is not a multiple of base_ratio 4"),

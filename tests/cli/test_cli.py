@@ -429,6 +429,12 @@ def test_eval_refuses_before_it_answers(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("content", ["stage: größer".encode("latin-1"), b"stage: 2026-99-99", b"stage: ["])
+def test_a_file_that_is_no_yaml_is_named(run: Any, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    assert "mine.yaml is not valid YAML" in run.fails("train", tmp_path / "mine.yaml")
+
+
 @pytest.mark.parametrize("text", ["", "[1, 2]", "name: mine\n"])
 def test_a_recipe_without_a_stage_is_told_which_there_are(run: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import write_jsonl
-from ctx_compress_rag.errors import ConfigError, DataError, TrainingError
+from ctx_compress_rag.errors import BundleError, ConfigError, DataError, TrainingError
 from ctx_compress_rag.training.config import OptimConfig
 from ctx_compress_rag.training.engine import layers as compiled
 from ctx_compress_rag.training.engine.layers import compile_decoder_layers
@@ -420,6 +420,14 @@ def test_unwritten_result_is_saved_later_without_further_steps(decoder: Path, tm
     run_recipe(recipe)
     assert report(tmp_path / "cut")["steps"] == 5
     _assert_the_same(whole, tmp_path / "cut")
+
+
+def test_a_damaged_report_is_named(decoder: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(_recipe(decoder, tmp_path / "run"))
+    recipe.output.mkdir()
+    (recipe.output / "training_report.json").write_text("{")
+    with pytest.raises(BundleError, match=r"training_report\.json is damaged"):
+        is_recipe_finished(recipe)
 
 
 def test_second_training_into_a_folder_is_refused(decoder: Path, tmp_path: Path) -> None:
