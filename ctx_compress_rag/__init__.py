@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ctx_compress_rag.adaptation.adapt import Demonstration, adapt
+    from ctx_compress_rag.adaptation.adapt import Demonstration, adapt, with_adapter
+    from ctx_compress_rag.adaptation.adapter import Adapter
     from ctx_compress_rag.adaptation.predicted import PredictedUpdate
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.bundle.exported import ExportedBundle
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "adaptation.adapt": "Demonstration adapt",
+    "adaptation.adapt": "Demonstration adapt with_adapter",
+    "adaptation.adapter": "Adapter",
     "adaptation.predicted": "PredictedUpdate",
     "bundle.bundle": "Bundle",
     "bundle.exported": "ExportedBundle",
@@ -64,11 +66,11 @@ _PLACES = {
 _LAZY = {name: f"ctx_compress_rag.{module}" for module, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
-    "Bundle", "Decoder", "Demonstration", "ExportedBundle", "Generation", "Passage", "PredictedUpdate", "Question",
-    "Sampling", "SoftContext", "SoftContextStore", "__version__", "adapt", "agreement_advice", "agreement_table",
-    "agreement_text", "evaluate", "expand", "import_published", "mark_texts", "measure_agreement", "open_index",
-    "open_index_input", "questions_of", "read_jsonl", "run_recipe", "scope", "score_table", "token_f1",
-    "update_index", "wikipedia_corpus", "worst_agreements", "write_jsonl",
+    "Adapter", "Bundle", "Decoder", "Demonstration", "ExportedBundle", "Generation", "Passage", "PredictedUpdate",
+    "Question", "Sampling", "SoftContext", "SoftContextStore", "__version__", "adapt", "agreement_advice",
+    "agreement_table", "agreement_text", "evaluate", "expand", "import_published", "mark_texts", "measure_agreement",
+    "open_index", "open_index_input", "questions_of", "read_jsonl", "run_recipe", "scope", "score_table", "token_f1",
+    "update_index", "wikipedia_corpus", "with_adapter", "worst_agreements", "write_jsonl",
 ]  # fmt: skip
 
 

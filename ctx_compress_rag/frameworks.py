@@ -135,12 +135,12 @@ class MarkingPostprocessor(BaseModel):
     """The base and options of a framework's postprocessor class, listed before the framework's own base class.
 
     A passage is looked up in the store by its id, then by its text. With a RAM bundle, the segments that the question
-    needs stay text, and markers stand for the rest of a passage; the LLM must then have the same bundle object.
+    needs stay text, and markers stand for the rest of a passage; the LLM must then have the same store object.
 
     Args:
         store: the store of the soft contexts.
-        ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, how
-            many times shorter all passages together become, 2 or more; None takes the bundle's smallest ratio.
+        ratio: source tokens per slot, a multiple of the store's ratio; None takes the store's. With a RAM bundle, 2 or
+            more: one part in `ratio` of the text stays; None takes the bundle's smallest ratio.
         token_budget: in place of a ratio, the most tokens for all passages of a question together, with slots, text and
             the blank lines between passages, as the LLM counts them. Metadata and template are not counted. A ratio
             stands for the budget that all passages would take at this ratio.

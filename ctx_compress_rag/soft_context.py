@@ -75,4 +75,4 @@ def merge_factor(ratio: int, base: int, *, nestable: bool = True) -> int:
 def check_ratio_divides_window(ratio: int, window: int) -> None:
     """Raise RatioError if a ratio does not divide an encoder's window (in tokens)."""
     if ratio < 1 or window % ratio:
-        raise RatioError(f"ratio {ratio} does not divide the encoder's window of {window} tokens")
+        raise RatioError(f"ratio {ratio} does not divide the encoder's window of {window} tokens: choose one that does")

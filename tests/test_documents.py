@@ -280,10 +280,19 @@ def test_the_picture_is_what_its_script_writes() -> None:
     assert script["PICTURE"].read_text(encoding="utf-8") == script["picture"]()
 
 
-def test_the_api_lists_the_settings_of_every_method() -> None:
-    page = (DOCS / "api" / "training.md").read_text(encoding="utf-8").splitlines()
-    shipped = [f"{method.__module__}.{method.__name__}" for method in MethodConfig.methods.values()]
-    assert all(f"::: {name}" in page for name in shipped if name.startswith("ctx_compress_rag."))
+def test_the_api_lists_every_public_name_and_the_settings_of_every_method() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    listed = set(re.findall("^::: (.*)$", pages, re.M))
+    methods = {f"{each.__module__}.{each.__name__}" for each in MethodConfig.methods.values()}
+    assert {name for name in methods if name.startswith("ctx_compress_rag.")} <= listed
+    for name, module in ctx_compress_rag._LAZY.items():
+        assert {module, f"{module}.{name}", getattr(ctx_compress_rag, name).__module__} & listed, name
+    for package in (
+        "langchain_ctx_compress",
+        "llama_index.llms.ctx_compress",
+        "llama_index.postprocessor.ctx_compress",
+    ):
+        assert {f"{package}.{name}" for name in import_module(package).__all__} <= listed
 
 
 def offered_commands(capsys: pytest.CaptureFixture[str]) -> set[str]:

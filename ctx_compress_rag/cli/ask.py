@@ -38,9 +38,9 @@ def ask(
     server_key: shared.ServerKey = None,
     weights: shared.Weights = None,
 ) -> None:
-    """Answer a question from an index, or question after question until the input ends.
+    """Answer questions from an index.
 
-    The decoder reads the nearest passages as soft contexts. Prints the answer, then the passages that were read.
+    The decoder reads what the options show of the nearest passages. Prints the answer, then these passages.
     """
     from ctx_compress_rag.indexing.index import open_index
 

@@ -72,9 +72,10 @@ def import_(
     ] = False,
     list_: Annotated[bool, Option("--list", help="List the checkpoints that are known, and their licenses.")] = False,
 ) -> None:
-    """Convert a published compressor (LCLM, PISCO, CLaRa, xRAG, ICAE) into a bundle.
+    """Make a bundle of a published compressor.
 
-    First prints licenses, downloads and memory. A second run fetches only what is not complete yet.
+    Reads LCLM, PISCO, CLaRa, xRAG and ICAE. First prints licenses, downloads and memory. A second run fetches only what
+    is not complete yet.
     """
     from ctx_compress_rag.published.importing import FORMATS, PublishedImport
 

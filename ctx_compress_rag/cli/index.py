@@ -14,9 +14,7 @@ from ctx_compress_rag.indexing import DEFAULT_BUNDLE, MIN_CHUNK_TOKENS
 def index(
     path: Annotated[
         str | None,
-        Argument(
-            metavar="PATH", help="Folder to index, without hidden files, or a .jsonl file: text, metadata, perhaps id."
-        ),
+        Argument(metavar="PATH", help="A folder, of which hidden files are left out, or a .jsonl file of rows."),
     ] = None,
     *,
     index: shared.Index = shared.INDEX,
@@ -35,7 +33,7 @@ def index(
     repair: Annotated[
         bool, Option("--repair", help="First check all passages, and compress damaged ones again.")
     ] = False,
-    codec: Annotated[shared.Codec | None, Option(help="How a new store keeps slots.")] = None,
+    codec: Annotated[shared.Codec | None, Option(help="How a new store keeps slots.  [default: int8]")] = None,
     embedder: Annotated[
         str | None, Option(metavar="NAME", help="A sentence-transformers model.  [default: the index's, else MiniLM]")
     ] = None,

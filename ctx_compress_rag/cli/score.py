@@ -14,7 +14,7 @@ from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 def eval_(
     data: Annotated[list[str], Option(metavar="FILE...", help="JSONL files, scored separately.", show_default=False)],
     bundle: shared.AnyBundle = DEFAULT_BUNDLE,
-    questions: Annotated[int, Option(metavar="N", min=2, help="Maximum per set; one has no standard error.")] = 200,
+    questions: Annotated[int, Option(metavar="N", min=2, help="Maximum per set.")] = 200,
     passages: Annotated[
         int | None,
         Option(metavar="N", min=1, help="Passages per prompt, the nearest added.  [default: the question's own]"),

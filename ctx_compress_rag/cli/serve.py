@@ -54,11 +54,12 @@ def serve(
     max_requests: Annotated[int, Option(metavar="N", help="Maximum requests at a time.")] = 256,
     grace: Annotated[int, Option(metavar="S", min=0, help="Seconds for running answers to finish after SIGTERM.")] = 30,
 ) -> None:
-    """Serve an index to OpenAI clients, which send markers, or with --retrieve questions.
+    """Serve an index to OpenAI clients.
 
-    The reply to a question names its `sources`; the page at `/` takes questions in a browser. Chats and completions
-    read markers. `POST /v1/compress` makes markers and stores what is missing; `GET /metrics` has metrics. Markers are
-    of the scope of the request's API key. Without keys, the server answers only this machine, in the store's scope.
+    Chats and completions read markers, which `POST /v1/compress` makes; it stores what is missing. With --retrieve,
+    chats also take questions, to which the reply names its `sources`; the page at `/` asks them. `GET /metrics` has
+    metrics. Markers are of the scope of the request's API key. Without keys, the server answers only this machine, in
+    the store's scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default

@@ -130,7 +130,7 @@ AnswerTokens = Annotated[
 ]
 Extractive = Annotated[
     bool | None,
-    Option("--extractive/--free", help="Quote the passages, or not.  [default: as is best]", show_default=False),
+    Option("--extractive/--free", help="Quote the passages, or not.  [default: the bundle's]", show_default=False),
 ]
 TextShare = Annotated[
     float | None,
@@ -166,13 +166,13 @@ Ratio = Annotated[
     Option(
         metavar="R",
         min=1,
-        help="Source tokens per slot, a multiple of the index's; for a ram bundle, how many times shorter.  "
+        help="Source tokens per slot, a multiple of the index's; with a ram bundle, 1/R of the text stays.  "
         "[default: the smallest]",
     ),
 ]
 Ratios = Annotated[
     list[int] | None,
-    Option(metavar="R...", min=1, help="Source tokens per slot; for a ram bundle, how many times shorter."),
+    Option(metavar="R...", min=1, help="Source tokens per slot; with a ram bundle, 1/R of the text stays."),
 ]
 
 

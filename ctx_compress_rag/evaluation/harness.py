@@ -153,7 +153,7 @@ def question_sets(files: Sequence[str], limit: int, passages: int = 1) -> dict[s
     for file in files:
         name = Path(file).name.split(".")[0]
         if name in sets:
-            raise DataError(f"two files are named {name!r}: their scores would go into the same folder")
+            raise DataError(f"two files are named {name!r}, and their scores would go into one folder: rename one")
         examples = read_jsonl(file, unanswerable=True)
         sets[name] = spread_examples(questions_of(examples), limit)
         if any(len(q.passages) < passages for q in sets[name]):

@@ -103,7 +103,7 @@ class DocumentReader:
         timer.cancel()
         if answer:
             return dict(json.loads(answer))
-        said = f"takes more than {limit} seconds" if late else "ends its parser, perhaps for want of memory"
+        said = f"takes more than {limit} seconds" if late else "crashes its parser, perhaps for lack of memory"
         return {"error": f"reading it {said}", "costly": True}
 
 

@@ -157,7 +157,7 @@ class RamConfig(MethodConfig):
     @model_validator(mode="after")
     def _something_is_read(self) -> Self:
         if not self.close_reading and self.skimming == "none":
-            raise ValueError("close_reading: false and skimming: none leave nothing to read: switch off one of them")
+            raise ValueError("close_reading: false and skimming: none leave nothing to read: change one of them")
         return self
 
     def check_ratios(self, base_ratio: int, ratios: Sequence[int]) -> None:
@@ -260,7 +260,7 @@ class RamCompressor(TrunkCompressor, TokenCompressor):
             raise ConfigError(
                 "a ram bundle needs the question: give it to compress_documents (LangChain; a "
                 "ContextualCompressionRetriever does), as query_bundle or query_str (LlamaIndex), or as question= of "
-                "mark"
+                "mark_texts"
             )
         check_text_length("the question", len(question), window)
         ids = text_ids(self.backbone.tokenizer, question)

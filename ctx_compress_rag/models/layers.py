@@ -222,7 +222,7 @@ def adapted_weight(layer: Any) -> str:
 def check_no_dora(layer: Any, adapter: str) -> None:
     """Raise ConfigError if an adapter of a peft layer is a DoRA, whose change of the weight is no sum with it."""
     if layer.use_dora.get(adapter):
-        raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use transformers")
+        raise ConfigError(f"the adapter {adapter!r} is a DoRA, which is not merged here: use the engine 'transformers'")
 
 
 def check_own_weights(model: nn.Module) -> None:

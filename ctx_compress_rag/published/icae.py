@@ -20,7 +20,7 @@ class IcaeFormat(PublishedFormat):
 
     name = "icae"
     known = (("sggetao/icae", "apache-2.0"),)
-    caution = "its files do not name the decoder, and those of another one of the same shape would be taken"
+    caution = "its files do not name the decoder: any other of the same shape would be accepted"
 
     def matches(self, checkpoint: PublishedCheckpoint) -> bool:
         return any(map(_FILE.fullmatch, checkpoint.sizes))

@@ -156,7 +156,7 @@ class Signer:
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
         if not isinstance(key, bytes):
-            raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: keep and give secrets.token_bytes(32)")
+            raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: give secrets.token_bytes(32); keep it")
         if len(key) < MIN_KEY_BYTES:
             raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}")
         self._key = key

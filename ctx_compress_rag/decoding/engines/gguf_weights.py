@@ -152,7 +152,7 @@ def _check_scores(bundle: Bundle, side: Side, file: Path) -> None:
     windows = (getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size"))
     lengths = sorted({min(TOKENS + window, size - 1) for window in (0, *windows)})
     if lengths[0] < 1:
-        raise ConfigError(f"llama.cpp reads no more than {size} positions of {name!r}: use transformers")
+        raise ConfigError(f"llama.cpp reads no more than {size} positions of {name!r}: use the engine 'transformers'")
     with backbone.lock, torch.no_grad():
         model = own if side == "reader" and own is not None else None
         model = model or merged_copy(backbone.model, bundle.adapter_shares(side))

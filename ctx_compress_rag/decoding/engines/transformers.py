@@ -207,7 +207,7 @@ class TransformersEngine:
         _ = bundle.backbone.base  # loaded now rather than by the first question
         self.batch_size, self._merge = options.batch_size, options.merge
         if self._merge and (not (isinstance(bundle, Bundle) and bundle.reader.mergeable) or bundle.backbone.quantized):
-            raise ConfigError("merge=True: only a reader with LoRA on weights that are not quantized can be merged")
+            raise ConfigError("merge=True needs a reader with LoRA, on weights that are not quantized: leave it out")
 
     @property
     def identity(self) -> Mapping[str, str]:

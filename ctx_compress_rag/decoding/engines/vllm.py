@@ -54,7 +54,9 @@ class VllmEngine:
                 max_retries=options.max_retries,
             )
         except Exception as error:  # InvalidURL is no common class of the client's versions
-            raise ConfigError(f"engine={server!r} is no address ({error}): give one, as http://host:8000") from error
+            raise ConfigError(
+                f"engine={server!r} is no address ({error}): give one such as http://host:8000"
+            ) from error
 
     @property
     def identity(self) -> Mapping[str, str]:

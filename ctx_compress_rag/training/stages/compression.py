@@ -196,7 +196,7 @@ def decoder_report(backbone: Backbone, objective: nn.Module) -> dict[str, Any]:
         share, reasons = round(adapted_share(backbone.model, adapter), 3), dict[str, list[str]]()
         for layer, reason in left_out.items():
             reasons.setdefault(reason, []).append(layer)
-        said = "".join(f"; left out, as {reason}: {len(names)}, as {names[0]}" for reason, names in reasons.items())
+        said = "".join(f"; left out, since {why}: {len(names)}, such as {names[0]}" for why, names in reasons.items())
         logger.info("LoRA %r changes %.0f %% of the layers' weights%s", adapter, 100 * share, said)
         report[adapter] = {"share_of_layers": share, "left_out": reasons}
     unpacked = f"{type(backbone.model).__name__} does not keep sequences in one row apart"

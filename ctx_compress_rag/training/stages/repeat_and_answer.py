@@ -77,7 +77,7 @@ class RepeatAndAnswerRecipe(CompressionRecipe):
     @model_validator(mode="after")
     def _trains_what_it_serves(self) -> Self:
         if not self.data.files and any(part.share < 1 for part in self.repeat):
-            raise ValueError("questions are in data.files: give it, or texts alone with repeat: [{step: 0, share: 1}]")
+            raise ValueError("data.files is empty: give questions, or texts alone with repeat: [{step: 0, share: 1}]")
         if self.window != self.packing.length:
             raise ValueError(f"window {self.window} must be packing.length, {self.packing.length}")
         return self

@@ -161,7 +161,7 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
 
         Raises:
             ConfigError: an argument is unknown; at a call, the schema cannot be enforced.
-            MissingExtraError: at a call, the `serve` extra is not installed.
+            MissingExtraError: at a call, the `json` extra is not installed.
             OutputParserException: at a call, the answer was cut at `max_tokens`.
         """
         if unknown := sorted(kwargs.keys() - {"method", "strict"}):

@@ -20,7 +20,7 @@ from ctx_compress_rag.text.answers import quoted_from
 class CompressedContextPostprocessor(
     MarkingPostprocessor, BaseDocumentCompressor, RunnableSerializable[Sequence[Document], list[Document]]
 ):
-    """A step that replaces retrieved documents' text by markers, sentences, or both, within a budget.
+    """A step that replaces retrieved documents' text with markers, sentences, or both, within a budget.
 
     Works wherever a document compressor is expected (`ContextualCompressionRetriever`, `DocumentCompressorPipeline`),
     and as a step of an LCEL chain, which has no question and therefore gets markers alone. Returns copies, which keep
@@ -106,8 +106,8 @@ def checked(documents: Sequence[Document]) -> Sequence[Document]:
 def expand_prompt(prompt: Prompt, store: SoftContextStore, scope: str | None = None) -> Prompt:
     """Return a prompt with each marker replaced by its passage's text, for an LLM that knows no markers.
 
-    As a step of a chain, write `prompt | partial(expand_prompt, store=store) | other_llm`. For another LLM when this
-    library's fails, write `llm.with_fallbacks([RunnableLambda(partial(expand_prompt, store=store)) | other_llm])`.
+    As a step of a chain, write `prompt | partial(expand_prompt, store=store) | other_llm`. To fall back on another LLM,
+    write `llm.with_fallbacks([RunnableLambda(partial(expand_prompt, store=store)) | other_llm])`.
 
     Args:
         prompt: a string, a prompt value (what a template makes) or messages; the result is of the same kind.

@@ -178,7 +178,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     ) -> Model:
         """Return an object of `output_cls`; tokens that would break its JSON are never chosen.
 
-        Raises MissingExtraError without the extra `serve`, and ConfigError if the answer was cut at `max_tokens`.
+        Raises MissingExtraError without the extra `json`, and ConfigError if the answer was cut at `max_tokens`.
         """
         held = self._held_to(output_cls.model_json_schema())
         return cast(Model, LLM.structured_predict(held, output_cls, prompt, llm_kwargs, **prompt_args))
@@ -207,7 +207,7 @@ class CompressedContextLLM(DecoderLLM, LLM):
     def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """Return the answer to a filled template, in JSON if its parser reads JSON (selectors, sub-questions).
 
-        Raises MissingExtraError if the parser reads JSON, and the `serve` extra is not installed.
+        Raises MissingExtraError if the parser reads JSON, and the `json` extra is not installed.
         """
         return LLM.predict(self._held_to(schema_of(prompt, prompt_args)), prompt, **prompt_args)
 

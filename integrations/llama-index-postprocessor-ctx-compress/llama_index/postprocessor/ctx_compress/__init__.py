@@ -1,4 +1,4 @@
-"""LlamaIndex postprocessor that replaces retrieved text by soft contexts."""
+"""LlamaIndex postprocessor that replaces retrieved text with soft contexts."""
 
 from llama_index.postprocessor.ctx_compress.base import CompressedContextPostprocessor, CompressSoftContext
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, restore_sources

@@ -16,7 +16,7 @@ from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_
 
 
 class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor):
-    """A step that replaces retrieved texts, for the LLM, by markers, sentences, or both, within a budget.
+    """A step that shows the LLM markers, sentences, or both in place of retrieved texts, within a budget.
 
     Goes after the retriever, last among the postprocessors. The given nodes are never changed. The new nodes keep ids,
     scores, metadata, relationships and order, and by default show their markers and sentences only to the LLM (see
