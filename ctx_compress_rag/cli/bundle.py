@@ -74,8 +74,7 @@ def import_(
 ) -> None:
     """Make a bundle of a published compressor.
 
-    Reads LCLM, PISCO, CLaRa, xRAG and ICAE. First prints licenses, downloads and memory. A second run fetches only what
-    is not complete yet.
+    Reads LCLM, PISCO, CLaRa, xRAG and ICAE. First prints licenses, downloads and memory. A second run fetches the rest.
     """
     from ctx_compress_rag.published.importing import FORMATS, PublishedImport
 

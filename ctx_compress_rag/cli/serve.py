@@ -57,9 +57,8 @@ def serve(
     """Serve an index to OpenAI clients.
 
     Chats and completions read markers, which `POST /v1/compress` makes; it stores what is missing. With --retrieve,
-    chats also take questions, to which the reply names its `sources`; the page at `/` asks them. `GET /metrics` has
-    metrics. Markers are of the scope of the request's API key. Without keys, the server answers only this machine, in
-    the store's scope.
+    chats also take questions, to which the reply names its `sources`; the page at `/` asks them. Markers are of the
+    scope of the request's API key. Without keys, the server answers only this machine, in the store's scope.
     """
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.decoding.decoder import Decoder, quotes_by_default

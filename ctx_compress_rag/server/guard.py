@@ -6,33 +6,25 @@ fix, and the log says the rest.
 """
 
 import asyncio
+import hashlib
 import ipaddress
+import logging
+import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ctx_compress_rag import errors
+from ctx_compress_rag.decoding.sampling import Generation
 from ctx_compress_rag.errors import ConfigError, needs
 
 with needs("serve"):
-    from starlette.responses import JSONResponse, Response
-
-import hashlib
-import os
-from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
-
-from ctx_compress_rag.decoding.sampling import Generation
-from ctx_compress_rag.errors import needs
-
-with needs("serve"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-import logging
-
-from ctx_compress_rag import errors
+    from starlette.responses import JSONResponse, Response
 
 logger = logging.getLogger(__name__)
 

@@ -77,8 +77,7 @@ class SoftContextStore(ProcessBound):
         codec: "int8" or "fp16"; None takes int8 in a new store. An existing store keeps its own, and refuses another.
         ratio: source tokens per slot; None takes the bundle's base ratio in a new store. An existing store keeps its
             own, and refuses another. Methods that merge slots (mean pooling) can read coarser ratios from it.
-        key: secret that signs markers and records, at least 16 bytes; None takes CTX_COMPRESS_KEY, else the key file of
-            the folder, which is made if needed.
+        key: secret that signs markers and records, at least 16 bytes; None takes CTX_COMPRESS_KEY or the folder's file.
         scope: tenant or user of calls that name none, outside of `ctx_compress_rag.scope`.
         lock_timeout: seconds that a write waits for other writes, 0 or more.
         read_timeout: seconds that a read waits for a write in progress, and as many for Chroma's answer, 0.1 or more.

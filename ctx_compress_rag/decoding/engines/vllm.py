@@ -54,9 +54,7 @@ class VllmEngine:
                 max_retries=options.max_retries,
             )
         except Exception as error:  # InvalidURL is no common class of the client's versions
-            raise ConfigError(
-                f"engine={server!r} is no address ({error}): give one such as http://host:8000"
-            ) from error
+            raise ConfigError(f"engine={server!r} is no address ({error}): give one like http://host:8000") from error
 
     @property
     def identity(self) -> Mapping[str, str]:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from llama_index.core.bridge.pydantic import Field
-from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, TextNode
-
-from ctx_compress_rag.store.marker import escaped_markers
-
-if TYPE_CHECKING:
-    from llama_index.core.base.llms.types import BaseContentBlock
-
-from collections.abc import Sequence
-from typing import Protocol
-
-from llama_index.core.schema import NodeWithScore
+from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Node, NodeWithScore, TextNode
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.store.marker import escaped_markers
 from ctx_compress_rag.text.answers import quoted_from
+
+if TYPE_CHECKING:
+    from llama_index.core.base.llms.types import BaseContentBlock
 
 
 class CompressedTextNode(TextNode):
