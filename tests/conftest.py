@@ -1,18 +1,33 @@
 """Fixtures shared by the tests: tiny real bundles with random weights."""
 
 import gc
+import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)
+# No test goes beyond this machine, and each HTTP client would read all certificates.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
 gc.disable()  # what imports make stays: looking through it again and again takes a fifth of their time
-settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile("quick")
+
+
+@cache
+def prepare() -> None:
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    torch.set_num_threads(1)
+    settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    settings.load_profile("quick")
+
+
+def pytest_collectstart() -> None:
+    """The process that hands tests to others collects none, and need not import all this."""
+    prepare()
 
 
 def pytest_collection_finish() -> None:
@@ -23,6 +38,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_teardown() -> None:
     """Training sets this for its process; hypothesis refuses to draw floats where tiny ones are flushed to zero."""
+    import torch
+
     torch.set_flush_denormal(False)
 
 
@@ -41,6 +58,8 @@ def make_tiny_bundle(tiny_tokenizer: Any) -> Callable[..., Any]:
 
     RAM stores a vector for each segment: its base ratio is their size.
     """
+    import torch
+
     from ctx_compress_rag.bundle.bundle import Bundle
     from ctx_compress_rag.models.backbone import Backbone
     from helpers.models import tiny_config, tiny_llama

@@ -1,6 +1,5 @@
 """A real `chroma run` server on loopback."""
 
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,8 +19,13 @@ def free_port() -> int:
 def chroma_server(folder: Path) -> Iterator[int]:
     """The port of a server that keeps its files in a folder and ends with the context."""
     free = free_port()
-    program = shutil.which("chroma", path=str(Path(sys.executable).parent)) or "chroma"
-    command = [program, "run", "--path", str(folder), "--host", "127.0.0.1", "--port", str(free)]
+    # What the program `chroma` calls, without its import of all of chromadb.
+    program = [
+        sys.executable,
+        "-c",
+        "import sys, chromadb_rust_bindings as chroma; chroma.cli(['chroma', *sys.argv[1:]])",
+    ]
+    command = [*program, "run", "--path", str(folder), "--host", "127.0.0.1", "--port", str(free)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)
     try:
         deadline = time.monotonic() + 120

@@ -231,7 +231,7 @@ def test_what_is_too_much_is_told_to_come_again(decoder: Decoder, store: SoftCon
 def test_stopping_lets_running_answers_end(decoder: Decoder, store: SoftContextStore) -> None:
     with listening(create_app(decoder)) as url:
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
-        stream = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=200, stream=True)
+        stream = client(url).chat.completions.create(model="tiny", messages=messages, max_tokens=100, stream=True)
         pieces = [next(iter(stream))]
         # The context's end asks the server to stop while the answer runs.
         reader = threading.Thread(target=lambda: pieces.extend(stream))
