@@ -30,6 +30,7 @@ from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.base.config import MethodConfig
+from helpers.marks import slowly
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -102,7 +103,7 @@ def run(block: str, given: dict[str, Any]) -> Any:
 PROGRAMS = {page.stem: blocks("python", page)[0] for page in (README, DOCS / "langchain.md", DOCS / "llama_index.md")}
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
+@pytest.mark.parametrize("page", slowly(PROGRAMS, ("langchain",)))
 def test_the_first_examples_answer(workplace: Path, capsys: pytest.CaptureFixture[str], page: str) -> None:
     block, given = PROGRAMS[page], dict[str, Any]()
     answer = run(block, given)
@@ -141,7 +142,12 @@ def test_the_example_of_the_store_runs(workplace: Path, capsys: pytest.CaptureFi
     assert "added=" in capsys.readouterr().out
 
 
-def test_own_files(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_files(
+    workplace: Path, bundle_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tiny bundle in place of the shipped one."""
+    opened = Bundle.from_pretrained
+    monkeypatch.setattr(Bundle, "from_pretrained", lambda _, *args, **options: opened(bundle_folder, *args, **options))
     write_my_docs(workplace)
     (workplace / "questions.txt").write_text(f"{ROWS[0]['question']}\n", encoding="utf-8")
     for name in ("index", "ask", "info", "agree"):
@@ -150,6 +156,7 @@ def test_own_files(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.slow
 def test_train_and_eval(workplace: Path, make_tiny_bundle: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With the recipes that are copied, shrunk to a tiny decoder, a few steps and few data."""
     make_tiny_bundle().save_pretrained(workplace)  # and with it, its decoder

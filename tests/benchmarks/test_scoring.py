@@ -1,7 +1,6 @@
 """Judges, cases, thresholds and prompts of several passages, counted by hand; the commands that write tables."""
 
 import json
-import random
 import re
 import shutil
 from dataclasses import replace
@@ -15,26 +14,22 @@ from benchmarks.__main__ import main
 from benchmarks.adaptation.episodes import drawn_apart
 from benchmarks.adaptation.run import evaluate
 from benchmarks.adaptation.systems import BaseAdapter, Recipes, TestTimeSGD, mean_over
-from benchmarks.scoring.confidence import Sure, best_threshold
 from benchmarks.scoring.judge import JudgeTable, verdict
-from benchmarks.scoring.linear_probe import fit_probe, probe_slots
 from benchmarks.scoring.perplexity import reconstruction_perplexity
 from benchmarks.scoring.tables import case_table
 from benchmarks.several.neighbors import NEAREST, among_neighbors
-from benchmarks.world import BUNDLE
 from benchmarks.world.world import world_examples
 from ctx_compress_rag.adaptation.adapt import adapted_decoder
 from ctx_compress_rag.adaptation.adapter import Adapter
 from ctx_compress_rag.adaptation.config import TaskData
 from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.stages import AdaptationTasks, Episode
-from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.data.examples import Example, Turn, write_jsonl
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import Sampling
 from ctx_compress_rag.errors import DataError
 from ctx_compress_rag.evaluation.answering import FULL, NONE, SOFT, Answers, SystemAnswers
-from ctx_compress_rag.evaluation.questions import Question, questions_of
+from ctx_compress_rag.evaluation.questions import Question
 from ctx_compress_rag.models.sentence_embedding import embed_passages
 from ctx_compress_rag.text.answers import contains_answer, exact_match, mentions_answer, token_f1
 from ctx_compress_rag.text.templates import PARAPHRASES
@@ -141,28 +136,6 @@ def test_repeated_tokens_are_scored_by_their_place(tiny_bundle: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_linear_probe_finds_what_slots_hold() -> None:
-    """A rotation of the mean embedding of two tokens gives both away; other slots give only how frequent they are."""
-    generator = torch.Generator().manual_seed(0)
-    embeddings = torch.randn(60, 24, generator=generator)
-    tokens = torch.randint(60, (900, 2), generator=generator)
-    means = embeddings[tokens].mean(1) @ torch.linalg.qr(torch.randn(24, 24, generator=generator))[0]
-    for slots, low, high in ((means, 0.9, 1.0), (means.roll(1, 0), 0.0, 0.1)):
-        probe = fit_probe(slots[:800], list(tokens[:800]), embeddings, steps=300)
-        found = probe(slots[800:]).topk(2).indices
-        assert low <= float((found.unsqueeze(2) == tokens[800:].unsqueeze(1)).any(1).float().mean()) <= high
-
-
-@pytest.mark.slow
-def test_a_probe_tells_a_passage_from_another() -> None:
-    """Slots of one token give it away, so that answers are found in their own passage, and less often in others."""
-    training, asked = (world_examples("train", seed, 200, max_turns=1, passages=(1,)) for seed in (3, 90))
-    passages = list(dict.fromkeys(example.passages[0] for example in training))[:60]
-    [score] = probe_slots(Bundle.from_pretrained(BUNDLE), passages, questions_of(asked, 40), [1], steps=300)
-    assert len(score.own) == 40 and sum(score.own) > sum(score.other) + 8
-
-
-@pytest.mark.slow
 def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> None:
     examples = world_examples("test", 0, 24, 1, (1,))
     passages = list(dict.fromkeys(e.passages[0] for e in examples))
@@ -179,17 +152,6 @@ def test_distractors_are_near_without_the_answer_and_the_evidence_stays() -> Non
         assert all(part in own and before.turns[0].answers[0] in part for part in after.turns[0].evidence)
         several += len(others) == 2
     assert 4 < several < 20
-
-
-def test_no_threshold_scores_higher_than_the_best() -> None:
-    draw = random.Random(0)
-    for _ in range(50):
-        answers = [Sure(draw.gauss(0, 1), draw.random(), draw.random() < 0.5) for _ in range(draw.randint(1, 12))]
-        best = sum(a.score(best_threshold(answers)) for a in answers)
-        for threshold in (-9.0, *(draw.gauss(0, 1) for _ in range(30)), 9.0):
-            declining = [a.logprob < threshold for a in answers]
-            scores = [float(not a.answerable) if d else a.f1 for d, a in zip(declining, answers, strict=True)]
-            assert sum(scores) <= best + 1e-9
 
 
 @pytest.mark.parametrize("where", ["rag_gd", "rag_gd/demo", "rag_gd/smollm2"])

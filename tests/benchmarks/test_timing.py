@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks.__main__ import main
 from benchmarks.crashes import folders
-from benchmarks.timing.cold import chroma_reads, cold_table, process_cost
+from benchmarks.timing.cold import chroma_reads
 from benchmarks.timing.cost import measure
 from benchmarks.timing.speed import first_token, indexing_speed
 from benchmarks.timing.training_speed import training_speed
@@ -147,17 +147,6 @@ def test_a_loss_and_a_wrong_passage_are_counted(tmp_path: Path) -> None:
     found = folders.look(tmp_path)
     assert found["missing"] == 1 and found["wrong"] == 1 and found["lost"] == 2
     assert folders.look(tmp_path)["missing"] == 0  # mended by the first look
-
-
-def test_a_process_costs_what_it_takes(tmp_path: Path) -> None:
-    idle, busy = "pass", "x = bytes(range(256)) * 400_000; sum(range(6_000_000))"
-    table, costs = cold_table({name: [sys.executable, "-c", name] for name in (idle, busy)}, rounds=1)
-    [one], [other] = costs.values()
-    assert other.memory - one.memory == pytest.approx(98, abs=8)
-    assert other.cpu > one.cpu and other.wall >= other.cpu * 0.9
-    assert f"{other.memory:.1f} ({other.memory / one.memory:.2f})" in table
-    with pytest.raises(subprocess.CalledProcessError):
-        process_cost([sys.executable, "-c", "1 / 0"])
 
 
 def test_a_question_reads_each_passage_once_to_mark_it_and_once_to_answer(tiny_bundle: Any, tmp_path: Path) -> None:

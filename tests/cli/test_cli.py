@@ -312,11 +312,10 @@ def command(tmp_path: Path, bundle_folder: Path) -> list[object]:
     return ["index", "--collection", "docs", "--index", tmp_path / "chroma", "--bundle", bundle_folder]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_passages_are_compressed_in_the_dtype_and_on_the_device(
-    run: Any, command: list[object], bundle_folder: Path, tmp_path: Path, dtype: str
+    run: Any, command: list[object], bundle_folder: Path, tmp_path: Path
 ) -> None:
-    assert run(*command, "--dtype", dtype, "--device", "cpu", "--codec", "fp16") == 0
+    assert run(*command, "--dtype", "bfloat16", "--device", "cpu", "--codec", "fp16") == 0
     assert f"1 passages compressed, 0 unchanged, with {bundle_folder}\n" in run.out
     collection = chromadb.PersistentClient(str(tmp_path / "chroma")).get_collection("docs", embedding_function=None)
     with SoftContextStore(collection, Bundle.from_pretrained(bundle_folder)) as store:
@@ -324,7 +323,7 @@ def test_passages_are_compressed_in_the_dtype_and_on_the_device(
     assert stored is not None
     for other in ("float32", "bfloat16"):
         [made] = Bundle.from_pretrained(bundle_folder, dtype=other).compress([TEXT])
-        assert np.array_equal(stored.slots, made.slots.astype(np.float16)) is (other == dtype)
+        assert np.array_equal(stored.slots, made.slots.astype(np.float16)) is (other == "bfloat16")
 
 
 def test_names_that_are_not_utf_8_are_told(run: Any, command: list[object], docs: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.prompt import Prompt
 from helpers import architectures
 from helpers.decoding import QUESTION, apart, prompt_of
+from helpers.marks import slowly
 
 
 def answering(bundle: Any, sampling: Sampling, on_text: Any = None) -> GrowingAnswer:
@@ -217,10 +218,11 @@ def model(decoder: Decoder) -> Iterator[Any]:
     decoder.bundle.backbone.model.generation_config = own
 
 
-SETTINGS = ["repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"]
+ALIKE = ("no_repeat_ngram_size", "suppress_tokens")
+SETTINGS = ("repetition_penalty", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "min_new_tokens", *ALIKE)
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, "sequence_bias", "min_new_tokens"])
+@pytest.mark.parametrize("name", slowly(SETTINGS, ALIKE))
 def test_settings_act_as_in_transformers(decoder: Decoder, prompts: list[Any], model: Any, name: str) -> None:
     prompts, sampling = prompts[:2], Sampling(max_tokens=TOKENS)  # with slots, and without
     plain = [answer.text for answer in decoder.generate(prompts, sampling)]

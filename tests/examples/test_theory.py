@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
-from sklearn import preprocessing
 from torch import Generator, Tensor
 
 from linear_rag.attention import LinearAttention, gradient_step_layer, stack
@@ -202,12 +200,9 @@ def test_comparison_with_twice_the_steps_of_autograd(name: str, depth: int) -> N
     assert actual.reference_loss == pytest.approx(float((prediction - target).square().mean()), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "interface",
-    [
-        pytest.param(Projection(documents=2, inputs=6), marks=pytest.mark.slow),
-        DotProduct(2, Generator().manual_seed(0), inputs=6),
-    ],
+    "interface", [Projection(documents=2, inputs=6), DotProduct(2, Generator().manual_seed(0), inputs=6)]
 )
 def test_a_single_layer_trains_to_one_gradient_step(interface: Interface) -> None:
     tasks = interface.sample(2000, Generator().manual_seed(2))
@@ -223,9 +218,13 @@ def test_a_single_layer_trains_to_one_gradient_step(interface: Interface) -> Non
     assert torch.equal(first.value, again.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMALIZATIONS)
 def test_normalizations_are_scikit_learns_and_scipys(name: str) -> None:
     """On the rows they were fitted on and on others, which may lie outside."""
+    from scipy import stats
+    from sklearn import preprocessing
+
     generator = Generator().manual_seed(0)
     rows, others = normal(generator, 50, 3).exp(), normal(generator, 20, 3).exp() * 2
     rows[10:14] = rows[3]  # ties

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 import transformers
+
+from helpers.marks import slowly
 
 SLIDING_WINDOW = 8
 TEXTS = [
@@ -106,7 +107,7 @@ FAMILIES = [
     ),
 ]  # fmt: skip
 _ALIKE = {"Qwen2", "Qwen3", "Gemma3"}  # what they are made of is in the others
-NAMES = [pytest.param(each.name, marks=[pytest.mark.slow] * (each.name in _ALIKE)) for each in FAMILIES]
+NAMES = slowly((each.name for each in FAMILIES), _ALIKE)
 PLAIN = Family("", _PLAIN, None, "<|end|>", False, ("<|system|>", "<|user|>", "<|assistant|>"), pad="<|pad|>")
 """The style of the fixture `tiny_tokenizer`."""
 

@@ -165,20 +165,19 @@ def test_a_store_that_cannot_be_reached(talkative: Any, tmp_path: Path) -> None:
             call()
 
 
-@pytest.mark.parametrize("way", ["ainvoke", "astream", "acomplete", "astream_complete"])
+@pytest.mark.parametrize("way", ["astream", "acomplete"])
 async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str) -> None:
     """A canceled task or a stream left early ends the generation within a few tokens, not at its end."""
     steps: list[int] = []
     llm, llama = app.llm(max_tokens=80), CompressedContextLLM(store=app.store, max_tokens=80)
 
     with app.bundle.backbone.model.register_forward_pre_hook(lambda *_: steps.append(1)):
-        if "stream" in way:
-            stream: Any = llm.astream(QUESTION) if way == "astream" else await llama.astream_complete(QUESTION)
+        if way == "astream":
+            stream: Any = llm.astream(QUESTION)
             await anext(stream)
             await stream.aclose()
         else:
-            ask: Any = llm.ainvoke if way == "ainvoke" else llama.acomplete
-            task = asyncio.ensure_future(ask(QUESTION))
+            task = asyncio.ensure_future(llama.acomplete(QUESTION))
             while not steps:
                 await asyncio.sleep(0.01)
             task.cancel()
@@ -186,7 +185,7 @@ async def test_whoever_stops_listening_gives_the_decoder_back(app: App, way: str
                 await task
         await app.llm(max_tokens=1).ainvoke(QUESTION)  # waits for the decoder
     assert 0 < len(steps) < 40
-    whole = llama.acomplete(QUESTION) if "complete" in way else llm.ainvoke(QUESTION)
+    whole = llama.acomplete(QUESTION) if way == "acomplete" else llm.ainvoke(QUESTION)
     assert len(app.bundle.tokenizer((await whole).text)["input_ids"]) > 40
 
 
@@ -359,6 +358,7 @@ def tools(index: llama_index.App) -> list[QueryEngineTool]:
     return [QueryEngineTool.from_defaults(index.engine(), name=name, description=name) for name in names]
 
 
+@pytest.mark.slow
 async def test_llama_index_engines_that_read_json(index: llama_index.App) -> None:
     """An engine's `output_cls`; a router that asks one engine or several; a question taken apart."""
     llm = index.llm(max_tokens=300)

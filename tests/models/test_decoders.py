@@ -9,11 +9,9 @@ from benchmarks.decoders.methods import try_methods
 from benchmarks.decoders.outcome import YES
 from benchmarks.decoders.trial import try_decoder
 
-# One of each kind of layer.
-TYPES = ["falcon_h1", "gemma3", "gpt_oss", "llama", "qwen3_5_text"]
 
-
-@pytest.mark.parametrize("name", TYPES)
+# Layers with a state, and windows with experts; plain layers answer and train in all other tests.
+@pytest.mark.parametrize("name", ["falcon_h1", "gpt_oss"])
 def test_a_decoder_answers_and_trains(name: str, tmp_path: Path) -> None:
     assert set(try_decoder(name, tmp_path, ("answer", "train")).values()) == {YES}
 

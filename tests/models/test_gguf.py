@@ -18,11 +18,16 @@ from ctx_compress_rag.models.gguf_metadata import ARCHITECTURES, architecture_of
 from ctx_compress_rag.models.gguf_tensors import changed, file_changes, read_gguf
 from ctx_compress_rag.models.weights import own_tensors
 from helpers.gguf import ARCHES, write_gguf
+from helpers.marks import slowly
 
 PROMPT = (torch.arange(520).unsqueeze(0) * 7 % 57) + 3
 # Others are refused, or llama.cpp's converter leaves out what makes them others.
 OTHERS = ("Llama 4", "Qwen3-Next", "Gemma 4", "Gemma 4, vectors per layer", "Jamba", "DeepSeek V2", "DeepSeek V3")
-MANY_LAYERS = {"Gemma 2, 46 layers as 27B", "EXAONE 4, windows as 32B"}
+# Many layers; or what they are made of is in the others.
+SLOW = {"Gemma 2, 46 layers as 27B", "EXAONE 4, windows as 32B", "Llama, scaled (linear)", "Mistral", "Ministral 3"}
+SLOW |= {"Arcee", "Qwen 2 MoE", "Qwen 3", "Qwen 3, scaled (yarn)", "Qwen 3.5", "Gemma", "Gemma 2", "Gemma 3"}
+SLOW |= {"Phi 3", "SmolLM3", "Granite", "Granite MoE", "Granite hybrid", "OLMo 2", "LFM2", "GLM 4", "Hunyuan"}
+SLOW |= {"Ernie 4.5", "Seed-OSS", "StarCoder 2"}
 READ = [
     name
     for name in SHAPES
@@ -41,9 +46,7 @@ def test_each_architecture_that_is_read_has_a_shape() -> None:
     assert {ARCHES.get(each, each) for each in types} == ARCHITECTURES.keys()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MANY_LAYERS)) for name in READ]
-)
+@pytest.mark.parametrize("name", slowly(READ, SLOW))
 def test_the_model_is_the_one_that_was_written(name: str, tmp_path: Path) -> None:
     """Rotary scaling, biases, windows, scales, sizes of heads, experts: transformers computes what the file says.
 

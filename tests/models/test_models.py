@@ -42,7 +42,7 @@ def folder(request: Any, make_tiny_bundle: Any, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.parametrize(
     ("folder", "dtype"),
-    [(False, "bfloat16"), (False, "torch.float16"), (True, torch.bfloat16), (True, "float32")],
+    [(False, "torch.float16"), (True, torch.bfloat16)],
     indirect=["folder"],
     scope="module",
 )

@@ -23,6 +23,7 @@ from ctx_compress_rag import Bundle
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.published.importing import FORMATS, PublishedImport, import_published
+from helpers.marks import slowly
 from helpers.published import CASES, CHECKPOINTS, TEXTS, copied, imported
 from helpers.serving import listening
 
@@ -227,7 +228,7 @@ def test_every_copied_parts_license_counts(copy: bool, tmp_path: Path) -> None:
             made.push_to_hub("someone/xrag")
 
 
-@pytest.mark.parametrize("name", ["lclm-4x", "pisco"])
+@pytest.mark.parametrize("name", slowly(("lclm-4x", "pisco"), ("pisco",)))
 def test_a_copied_bundle_needs_nothing_else(name: str, tmp_path: Path) -> None:
     """Not the checkpoint, not its decoder; also moved, and also with a decoder in several files."""
     shutil.copytree(CHECKPOINTS, tmp_path / "here")

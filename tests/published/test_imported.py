@@ -30,6 +30,7 @@ from ctx_compress_rag.methods.base.compressor import TokenizedPassage
 from ctx_compress_rag.prompt import Prompt, is_vectors
 from ctx_compress_rag.store.marker import Marker
 from ctx_compress_rag.training.prompts import TrainingPromptBuilder
+from helpers.marks import slowly
 from helpers.published import CASES, CHECKPOINTS, FIRST, TEXTS, imported
 from langchain_ctx_compress import ChatCompressedContext, CompressedContextPostprocessor
 from llama_index.llms.ctx_compress import CompressedContextLLM
@@ -38,14 +39,11 @@ from llama_index.postprocessor.ctx_compress import CompressedContextPostprocesso
 TOKENS = 12
 PASSAGES = [*TEXTS["prompts"]["several"], TEXTS["long"], "A bridge."]
 REPEATS = {"lclm-16x", "clara-e2e-128"}  # formats of others, with other sizes
-PISCO = pytest.param("pisco-first", marks=pytest.mark.slow)  # it has memory tokens, as ICAE has
-SOME = pytest.mark.parametrize("name", ["lclm-4x", "xrag-first", "icae-first", PISCO], indirect=True, scope="module")
+FIRSTS = slowly(("lclm-4x", "xrag-first", "icae-first", "pisco-first"), ("pisco-first",))  # as ICAE's, memory tokens
+SOME = pytest.mark.parametrize("name", FIRSTS, indirect=True, scope="module")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(each, marks=[pytest.mark.slow] * (each in REPEATS)) for each in (*CASES, *FIRST)],
-)
+@pytest.fixture(scope="module", params=slowly((*CASES, *FIRST), REPEATS))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -156,9 +154,8 @@ SHOWN, IMPORTS, USE = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="
 COMMANDS = [line for line in IMPORTS.splitlines() if not line.startswith("#")]
 
 
-@pytest.mark.parametrize(
-    "command", [COMMANDS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_pages_commands_lead_to_an_answer(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

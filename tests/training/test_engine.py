@@ -30,6 +30,7 @@ from ctx_compress_rag.training.engine.optimizers import make_optimizers, set_lea
 from ctx_compress_rag.training.run import check_recipe_inputs, is_recipe_finished, load_recipe, parse_recipe, run_recipe
 from ctx_compress_rag.training.stages.answer import AnswerRecipe
 from helpers.forked import COMMAND, Forked, run_by
+from helpers.marks import slowly
 from helpers.models import save_tiny_llama
 from helpers.store import full_disk
 from helpers.training import UNLIKE, killed, losses, report, saved_weights, settings_of, write_recipe
@@ -99,6 +100,7 @@ def test_the_average_is_saved_also_after_an_interruption(decoder: Path, tmp_path
         assert (averaged[name] - mean).abs().max() < 0.02 * moved, name
 
 
+@pytest.mark.slow  # it imports the compiler, which takes twice as long as all the rest of it
 def test_layers_with_lora_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     # Layers are traced as always, and not made machine code, which takes minutes.
     traced: list[Any] = []
@@ -141,16 +143,15 @@ def test_frozen_weights_are_rounded_unless_the_bundle_saves_them(
     assert trained and all(p.dtype == torch.float32 for p in trained)
 
 
-OF_THE_LABORATORY = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("prompt_tuning", "hypertuning")]
-LEARNERS = ("retrieval_adapter", "update_predictor", *OF_THE_LABORATORY)
-
-
 def _step(folder: Path) -> list[float]:
     [row] = json.loads((folder / "loss.json").read_text())
     return [row["loss"], row["grad_norm"]]
 
 
-@pytest.mark.parametrize("stage", ["adapter", "answer", "repetition", *LEARNERS])
+RARE = ("answer", "retrieval_adapter", "prompt_tuning", "hypertuning")  # what they are made of is in the others
+
+
+@pytest.mark.parametrize("stage", slowly(("adapter", "repetition", "update_predictor", *RARE), RARE))
 def test_micro_batches_change_nothing(decoder: Path, tmp_path: Path, stage: str) -> None:
     optims = [{"steps": 1, "micro_batch_size": micro} for micro in (4, 1)]
     whole, parts = (_step(run_recipe(write_recipe(decoder, stage, tmp_path / str(i), optims[i]))) for i in (0, 1))
@@ -279,7 +280,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", DRAWN)
+@pytest.mark.parametrize("stage", slowly(DRAWN, ("ram", "packed")))
 def test_interrupted_training_ends_like_an_uninterrupted_one(decoder: Path, tmp_path: Path, stage: str) -> None:
     """From recipe to bundle: the same losses and, where slots are made, the same slots."""
     optim = {"steps": 4, "save_every": 2, "batch_size": 1 if stage == "packed" else 2, "learning_rate": 1e-2}
@@ -340,7 +341,7 @@ def test_checkpoints_of_edited_files_are_refused(decoder: Path, tmp_path: Path, 
     assert run_recipe(recipe) == tmp_path / "cut"
 
 
-@pytest.mark.parametrize("read", ["teacher", "decoder", "bundle"])
+@pytest.mark.parametrize("read", slowly(("decoder", "bundle", "teacher"), ("teacher",)))
 def test_checkpoints_of_a_retrained_input_are_refused(
     decoder: Path, tiny_tokenizer: Any, tmp_path: Path, read: str
 ) -> None:
@@ -409,16 +410,15 @@ def test_no_resume_ignores_earlier_checkpoints(decoder: Path, whole: Path, tmp_p
     _assert_the_same(whole, folder)
 
 
-def test_unwritten_result_is_saved_later_without_further_steps(decoder: Path, tmp_path: Path) -> None:
-    whole = run_recipe(_recipe(decoder, tmp_path / "whole", batch_size=2, steps=5))
+def test_unwritten_result_is_saved_later_without_further_steps(decoder: Path, whole: Path, tmp_path: Path) -> None:
     in_the_way = tmp_path / "cut" / "adapter_model.safetensors"
     in_the_way.mkdir(parents=True)
-    recipe = _recipe(decoder, tmp_path / "cut", batch_size=2, steps=5)
+    recipe = _recipe(decoder, tmp_path / "cut")
     with pytest.raises(OSError):
         run_recipe(recipe)
     in_the_way.rmdir()
     run_recipe(recipe)
-    assert report(tmp_path / "cut")["steps"] == 5
+    assert report(tmp_path / "cut")["steps"] == 6
     _assert_the_same(whole, tmp_path / "cut")
 
 

@@ -22,6 +22,7 @@ from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.store import marker as markers
 from helpers.decoding import prefills
 from helpers.langchain import CHAT, QUESTION, SOURCES, TEXTS, TOKENS, App, direct, joined, rag
+from helpers.marks import slowly
 from langchain_ctx_compress import ChatCompressedContext, expand_prompt
 
 
@@ -228,7 +229,7 @@ def plainly(app: App, question: str) -> str:
     return direct(app, [{"role": "system", "content": system}, {"role": "user", "content": question}])
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", slowly(CHAINS, ("pipe, streaming inside",)))
 async def test_every_chain_runs_every_way(app: App, name: str) -> None:
     expected = [plainly(app, question) for question in QUESTIONS]
     assert expected[0] != expected[1]

@@ -11,6 +11,7 @@ from llama_index.core.query_engine import CitationQueryEngine
 from llama_index.core.schema import MetadataMode
 
 from helpers.llama_index import PASSAGES, QUESTION, TOP_K, App, Events, check_sources, watched
+from helpers.marks import slowly
 from llama_index.postprocessor.ctx_compress import restore_sources
 
 MODES = ["refine", "tree_summarize", "accumulate", "compact_accumulate", "simple_summarize"]
@@ -93,11 +94,10 @@ def chat_engine(app: App, mode: str, **arguments: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "way"), [*(("context", way) for way in CHATS), ("condense_plus_context", "astream_chat")]
-)
-async def test_chat_engines_keep_the_conversation(app: App, events: Events, mode: str, way: str) -> None:
+@pytest.mark.parametrize("way", slowly(("condense", *CHATS), ("chat", "astream_chat")))
+async def test_chat_engines_keep_the_conversation(app: App, events: Events, way: str) -> None:
     """In condense-plus-context the LLM also completes: it condenses question and history, which hold no markers."""
+    mode, way = ("condense_plus_context", "astream_chat") if way == "condense" else ("context", way)
     engine = chat_engine(app, mode, similarity_top_k=2)
     first, response = await ask(engine, way)
     check_sources(response.source_nodes, app.nodes()[:2])
