@@ -131,7 +131,20 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         return nullcontext() if self.scope is None else scope(self.scope)
 
 
-class MarkingPostprocessor(BaseModel):
+class StoreStep(BaseModel):
+    """The base of steps that work on a store; unknown arguments and impossible values are refused (ConfigError)."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    store: SoftContextStore = Field(exclude=True, repr=False)
+
+    def __init__(self, **fields: Any) -> None:
+        check_known_options(type(self).__name__, fields, type(self).model_fields)
+        with faults_raised_as(ConfigError, f"{type(self).__name__}: "):
+            super().__init__(**fields)
+
+
+class MarkingPostprocessor(StoreStep):
     """The base and options of a framework's postprocessor class, listed before the framework's own base class.
 
     A passage is looked up in the store by its id, then by its text. With a RAM bundle, the segments that the question
@@ -162,9 +175,6 @@ class MarkingPostprocessor(BaseModel):
         StoreError: at a call, the store cannot be reached.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-
-    store: SoftContextStore = Field(exclude=True, repr=False)
     ratio: int | None = None
     token_budget: int | None = None
     text_share: float | None = None
@@ -172,9 +182,7 @@ class MarkingPostprocessor(BaseModel):
     scope: str | None = None
 
     def __init__(self, store: SoftContextStore, **fields: Any) -> None:
-        check_known_options(type(self).__name__, fields, type(self).model_fields)
-        with faults_raised_as(ConfigError, f"{type(self).__name__}: "):
-            super().__init__(store=store, **fields)
+        super().__init__(store=store, **fields)
         _ = self.marking  # refuses impossible values
 
     def __getstate__(self) -> NoReturn:

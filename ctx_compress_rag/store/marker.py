@@ -67,12 +67,20 @@ def scope(name: str) -> Iterator[None]:
     """Let markers that are written and read inside the `with` block belong to the tenant or user `name`.
 
     The scope is in a context variable, which asyncio tasks and `asyncio.to_thread` inherit, but plain threads do not.
+    Raises ConfigError if the block ends in another context than it began in.
     """
     token = _scope.set(check_scope(name))
     try:
         yield
     finally:
-        _scope.reset(token)
+        try:
+            _scope.reset(token)
+        except ValueError:  # raised in a context other than that of the beginning
+            raise ConfigError(
+                f"scope({name!r}) ended in another thread or context than it began in, as in a generator or dependency "
+                "that a web server runs in threads, so the block may have run without it: write `async def`, or give "
+                "`scope=` to the classes"
+            ) from None
 
 
 def current_scope() -> str | None:

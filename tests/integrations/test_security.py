@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from langchain_core.tracers.run_collector import RunCollectorCallbackHandler
 from llama_index.core import VectorStoreIndex
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from starlette.concurrency import iterate_in_threadpool
 
 from ctx_compress_rag import SoftContextStore
-from ctx_compress_rag.errors import MissingPassageError, UnreadableMarkerError
+from ctx_compress_rag.errors import ConfigError, MissingPassageError, UnreadableMarkerError
 from ctx_compress_rag.marking.mark import expand
 from ctx_compress_rag.store import marker as markers
 from helpers.frameworks import FRAMEWORKS, every_way
@@ -61,6 +63,19 @@ def test_a_stream_has_the_scope_of_where_it_is_read(app: App, tmp_path: Path) ->
         assert store.stored_ids([secret.page_content], ["safe"], scope="ben") == [None]
         with markers.scope("anna"):
             assert list(chain.stream(QUESTION)) and store.ids("anna") == ["safe"]
+
+
+async def test_a_block_in_a_generator_that_a_web_server_runs_in_threads() -> None:
+    def reply() -> Iterator[str | None]:
+        with markers.scope("anna"):
+            yield markers.current_scope()
+            yield markers.current_scope()
+
+    pieces = []
+    with pytest.raises(ConfigError, match="'anna'.*async def"):
+        async for piece in iterate_in_threadpool(reply()):
+            pieces.append(piece)
+    assert pieces == ["anna", None] and markers.current_scope() is None
 
 
 @FRAMEWORKS

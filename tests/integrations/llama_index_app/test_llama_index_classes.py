@@ -269,6 +269,12 @@ async def test_after_ingestion_a_question_compresses_nothing(
         assert found.score is not None and found.node.ref_doc_id == documents[0].doc_id
 
 
+@pytest.mark.parametrize("wrong", [{"store": "./chroma"}, {"show_progres": True}])
+def test_a_step_of_ingestion_refuses_impossible_options(store: SoftContextStore, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="chroma|show_progress"):
+        CompressSoftContext(**{"store": store, **wrong})
+
+
 def test_nodes_pass_through_as_they_are(store: SoftContextStore, compressed: list[str]) -> None:
     nodes = [
         TextNode(id_="a", text=PASSAGES[0], metadata={"page": 3}, embedding=[0.5]),

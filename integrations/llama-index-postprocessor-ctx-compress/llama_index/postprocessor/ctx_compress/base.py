@@ -5,13 +5,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from llama_index.core.bridge.pydantic import Field
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle, TransformComponent
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks import MarkingPostprocessor
-from ctx_compress_rag.store import SoftContextStore
+from ctx_compress_rag.frameworks import MarkingPostprocessor, StoreStep
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, restored, with_text
 
 
@@ -63,7 +61,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         return [scored for place, scored in enumerate(done) if place not in left_out]
 
 
-class CompressSoftContext(TransformComponent):
+class CompressSoftContext(StoreStep, TransformComponent):
     """A step of ingestion that compresses nodes into a store, so that no question has to wait for compression.
 
     Put it into an `IngestionPipeline` or an index's `transformations`, after the steps that change texts or ids. Nodes
@@ -78,12 +76,11 @@ class CompressSoftContext(TransformComponent):
         show_progress: show a progress bar.
 
     Raises:
-        ConfigError: in a call, an id is given with two texts; or the pipeline has `num_workers`, whose processes cannot
-            share the store's model and database.
+        ConfigError: an argument is unknown or has an impossible value; in a call, an id is given with two texts, or the
+            pipeline has `num_workers`, whose processes cannot share the store's model and database.
         PayloadError, StoreLockedError: in a call, as `SoftContextStore.add`.
     """
 
-    store: SoftContextStore = Field(exclude=True, repr=False)
     show_progress: bool = False
 
     @classmethod
