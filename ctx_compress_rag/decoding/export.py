@@ -64,7 +64,6 @@ def export_for_vllm(bundle: Bundle, folder: str | Path) -> list[str]:
     decoder = folder / DECODER_FOLDER
     decoder.mkdir(parents=True, exist_ok=True)
     write_decoder(backbone.model, bundle.tokenizer, decoder)
-    backbone.model.generation_config.save_pretrained(decoder)
     save_file(backbone.own_state(), decoder / WEIGHTS_FILE, metadata={"format": "pt"})
     command = ["vllm", "serve", str(decoder), "--served-model-name", bundle.config.name]
     command += ["--enable-prompt-embeds", "--dtype", vllm_dtype_name(backbone.model.dtype)]

@@ -180,7 +180,6 @@ class Backbone:
         """Return a frozen copy of the causal LM, without adapters, that shares the input embeddings."""
         model = type(self.model)(self.model.config)
         load_own_tensors(model, self.own_state())
-        model.generation_config = self.model.generation_config
         convert_weights(model.to(self.device), self.model.dtype)
         model.set_input_embeddings(self.embeddings)
         model.tie_weights()

@@ -16,6 +16,7 @@ from ctx_compress_rag.models.weights import own_tensors
 
 _SUFFIXES = {".json", ".jinja", ".txt", ".model"}
 _OF_WEIGHTS = ".index.json"
+_OF_ANSWERS = "generation_config.json"  # end tokens, penalties: they change no slot
 _SAMPLED = 1024  # values of each weight
 # Keys that record who wrote a file or how it was loaded, and change no answer.
 _PASSING = {
@@ -29,7 +30,7 @@ def decoder_files_digest(folder: Path) -> str:
     """Return the SHA-256 of configs, tokenizer and chat template in a decoder's folder: 64 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.suffix not in _SUFFIXES or path.name.endswith(_OF_WEIGHTS) or path.name.startswith("README"):
+        if path.suffix not in _SUFFIXES or path.name.endswith(_OF_WEIGHTS) or path.name == _OF_ANSWERS:
             continue
         content = path.read_bytes()
         if path.suffix == ".json":
@@ -67,6 +68,7 @@ def decoder_weights_digest(model: Any, adapter: str) -> str:
 
 def write_decoder(model: Any, tokenizer: Any, folder: Path) -> None:
     model.config.save_pretrained(folder)
+    model.generation_config.to_json_file(folder / _OF_ANSWERS)  # `save_pretrained` refuses what some publishers give
     tokenizer.save_pretrained(folder)
 
 

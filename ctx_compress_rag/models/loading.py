@@ -100,6 +100,7 @@ def open_decoder(
         with _errors_named(name), progress_line(f"loading the decoder {name}"):
             model = load()
             model = (model if placed else model.to(chosen)).eval().requires_grad_(False)
+            model.generation_config = settings
             if model.device.type != "meta":  # which has no values to compute with
                 prove_once(model)
         logger.info("decoder %s on %s in %s", name, device_map or chosen, weights)
@@ -139,10 +140,9 @@ def progress_line(what: str) -> Iterator[None]:
     finally:
         with _loading_lock:
             _before_loading.pop()
-            if not _before_loading:
-                transformers_logging.set_verbosity(verbosity)
-                if bars:
-                    transformers_logging.enable_progress_bar()
+            transformers_logging.set_verbosity(verbosity)
+            if bars:
+                transformers_logging.enable_progress_bar()
 
 
 @contextmanager
@@ -231,10 +231,8 @@ def _placed(model: Any, placed: Mapping[str, Any]) -> Any:
     if not placed:
         return model
     # Each weight once: of a tied one given twice, older transformers compare the data, which may be on the disk.
-    state, settings = own_tensors(model), model.generation_config
-    made = type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=model.dtype, **placed)
-    made.generation_config = settings
-    return made
+    state = own_tensors(model)
+    return type(model).from_pretrained(None, config=model.config, state_dict=state, dtype=model.dtype, **placed)
 
 
 def _from_int8(file: Path, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from pydantic import ValidationError
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerBase
 
 from ctx_compress_rag import Bundle, Decoder, SoftContextStore
 from ctx_compress_rag.decoding.sampling import Sampling
@@ -31,12 +32,15 @@ from ctx_compress_rag.models.weights import weights_from_int8, weights_to_int8
 from helpers.decoding import WAIT, wait_for
 from helpers.gguf import write_gguf
 from helpers.models import tiny_config, tiny_llama
+from helpers.store import full_disk
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["half", "int8"])
 def folder(request: Any, make_tiny_bundle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("options")
-    make_tiny_bundle(seed=5).save_pretrained(made, int8=request.param)
+    bundle = make_tiny_bundle(seed=5)
+    bundle.backbone.model.generation_config = GenerationConfig(eos_token_id=[1, 7], repetition_penalty=1.5)
+    bundle.save_pretrained(made, int8=request.param)
     return made
 
 
@@ -51,6 +55,8 @@ def test_the_dtype_is_the_one_asked_for(folder: Path, dtype: Any) -> None:
     whole, loaded = Bundle.from_pretrained(folder), Bundle.from_pretrained(folder, dtype=dtype)
     assert {p.dtype for p in loaded.backbone.own_state().values()} == {wanted}
     assert loaded.fingerprint == whole.fingerprint
+    own = loaded.backbone.generation_config
+    assert (own.eos_token_id, own.repetition_penalty) == ([1, 7], 1.5)
     for name, weight in loaded.backbone.own_state().items():
         assert torch.equal(weight, whole.backbone.own_state()[name].to(wanted))
     [soft] = loaded.compress(["Orla kept bees in Pellmouth."])
@@ -287,16 +293,19 @@ def test_it_is_unpacked_once_and_kept_whole(
     assert len(list(cache.rglob("model.safetensors"))) == len(list(cache.glob("*/gguf/*/*"))) == 1
 
 
+@pytest.mark.parametrize("of", ["weights", "tokenizer"])
 def test_a_full_disk_only_costs_time(
-    written: tuple[Path, Any], cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    written: tuple[Path, Any], cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, of: str
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
-    model, _ = load_decoder(local(written[0]), device="cpu")
+    if of == "tokenizer":
+        monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
+    with full_disk(20_000) if of == "weights" else nullcontext():
+        model, _ = load_decoder(local(written[0]), device="cpu")
     torch.testing.assert_close(logits(model), logits(written[1]), atol=1e-4, rtol=1e-4)
-    assert "No space left" in caplog.text and not list(cache.glob("*/gguf/*/*"))
+    assert "cannot keep it" in caplog.text and not list(cache.glob("*/gguf/*/*"))
 
 
 @pytest.mark.slow

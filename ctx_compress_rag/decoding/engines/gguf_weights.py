@@ -136,7 +136,6 @@ def write_checkpoint(bundle: Bundle, side: Side, folder: Path) -> None:
     added, model = _added(bundle, side), bundle.backbone.model
     model.config.architectures = model.config.architectures or [type(model).__name__]  # the converter asks for it
     write_decoder(model, bundle.tokenizer, folder)
-    bundle.backbone.generation_config.save_pretrained(folder)
     state = bundle.backbone.own_state()
     merged = {name: (value.float() + added[name]).to(value.dtype) for name, value in state.items() if name in added}
     save_file(state | merged, folder / WEIGHTS_FILE, metadata={"format": "pt"})
