@@ -102,7 +102,7 @@ def _read_by_kernels(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 def fused_experts(model: nn.Module) -> list[str]:
     """Return the names of the weights that hold a matrix for each expert."""
-    weights = ((name, p) for name, p in model.named_parameters() if "lora_" not in name and "conv" not in name)
+    weights = ((name, p) for name, p in model.named_parameters() if "conv" not in name)
     return [name_without_peft(name) for name, parameter in weights if parameter.ndim == 3]
 
 

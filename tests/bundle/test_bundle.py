@@ -114,6 +114,9 @@ def test_the_fingerprint_covers_the_config_but_not_names(made: Any) -> None:
         {"window": 128},
         {"decoder": "someone/model"},
         {"decoder": "someone/model", "revision": "v2"},
+        {"decoder": {"path": "a.gguf", "sha256": "0" * 64}},
+        {"decoder": {"path": "a.gguf", "sha256": "1" * 64}},
+        {"decoder": {"path": "a.gguf", "sha256": "1" * 64, "tokenizer": "someone/model"}},
         {"method": {**method, "embedding_skip": True}},
         {"method": {**method, "linear": False}},
         {"method": {**method, "encoder": {"rank": 8}}},
@@ -420,8 +423,9 @@ def test_weights_that_changed_since_the_opening_are_refused(folder: Path) -> Non
     bundle = Bundle.from_pretrained(folder, device="cpu")
     file = folder / "reader" / "adapter_model.safetensors"
     save_file({name: value + 1 for name, value in load_file(file).items()}, file)
-    with pytest.raises(BundleError, match="changed after the bundle was opened"):
-        bundle.compress([TEXT])
+    for _ in range(2):
+        with pytest.raises(BundleError, match="changed after the bundle was opened"):
+            bundle.compress([TEXT])
 
 
 def test_it_can_be_saved_to_where_it_lies(folder: Path) -> None:

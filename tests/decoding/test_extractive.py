@@ -234,7 +234,8 @@ def test_no_answer_quotes_the_question(make_tiny_bundle: Any) -> None:
     one, other = preparer.prepare([plain, marked], extractive=True)
     assert one.ids().tolist() == other.ids().tolist() and other.slots == 0 and other.side == "text"
     assert words(("system", marked[0]["content"]), ("user", "Why?")).split() == ["1", "2", "3"]
-    with_nothing = [[{"role": "system", "content": "A mill."}, {"role": "user", "content": "Why?"}]]
-    assert preparer.prepare(with_nothing, extractive=True)[0].quotable is None
+    for before in ([("system", "A mill.")], [("user", "Who?"), ("assistant", "Orla.")]):
+        chat = [{"role": role, "content": content} for role, content in (*before, ("user", "Why?"))]
+        assert preparer.prepare([chat], extractive=True)[0].quotable is None
     [greeting] = preparer.prepare([[{"role": "user", "content": "\n\nWho?"}]], extractive=True)
     assert greeting.quotable is None  # there is nothing else: the answer is free

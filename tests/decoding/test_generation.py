@@ -199,6 +199,8 @@ def test_logprobs_end_where_the_text_ends(decoder: Decoder, prompts: list[Any]) 
     [cut] = decoder.generate(prompts[:1], Sampling(max_tokens=TOKENS, logprobs=True, stop=(stop,)))
     assert cut.logprobs is not None and cut.logprobs == whole.logprobs[: len(cut.logprobs)]
     assert len(cut.logprobs) < len(whole.logprobs)
+    [empty] = decoder.generate(prompts[:1], Sampling(max_tokens=TOKENS, logprobs=True, stop=(whole.text[0],)))
+    assert (empty.text, empty.logprobs) == ("", ())
 
 
 def test_tokens_join_to_the_text_where_a_tokenizer_drops_the_first_space() -> None:

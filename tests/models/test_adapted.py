@@ -43,6 +43,10 @@ def test_what_is_not_plain_lora_stays_peft_s(options: dict[str, Any], tiny_token
     backbone, layer = adapted(tiny_tokenizer, **options)
     x = torch.randn(3, layer.in_features)
     assert not isinstance(layer, AdaptedLinear)
+    weight = layer.base_layer.weight + 0.25 * layer.get_delta_weight("a") + 0.75 * layer.get_delta_weight("b")
+    with torch.no_grad(), backbone.use({"a": 0.25, "b": 0.75}):
+        if "use_dora" not in options:
+            torch.testing.assert_close(layer(x), F.linear(x, weight), rtol=1e-4, atol=1e-5)
     with torch.no_grad(), backbone.use("b"):
         expected = F.linear(x, layer.base_layer.weight + layer.get_delta_weight("b"))
         if "use_dora" in options:

@@ -213,7 +213,7 @@ def test_a_published_checkpoint_is_not_loaded_as_a_bundle(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_every_copied_parts_license_counts(copy: bool, tmp_path: Path) -> None:
+def test_every_copied_parts_license_counts(copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a model card: quoted, or a list; and not what the card's text says."""
     cards = {"xrag": 'license: "apache-2.0"\n---\nlicense: mit', "sfr": "license: [cc-by-nc-4.0, mit]\n---"}
     for name, card in cards.items():
@@ -223,9 +223,12 @@ def test_every_copied_parts_license_counts(copy: bool, tmp_path: Path) -> None:
     licenses = {"checkpoint": "apache-2.0", "decoder": "apache-2.0", "encoder": "cc-by-nc-4.0, mit"}
     assert source is not None and source.licenses == licenses
     assert source.shareable is not copy and "cc-by-nc-4.0" in (tmp_path / "bundle/README.md").read_text()
-    if copy:
-        with pytest.raises(ConfigError, match="cc-by-nc-4.0.*private=True"):
-            made.push_to_hub("someone/xrag")
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda token: 1 / 0)  # no hub is asked
+    error, said = (ConfigError, "cc-by-nc-4.0.*private=True") if copy else (ZeroDivisionError, "zero")
+    with pytest.raises(error, match=said):
+        made.push_to_hub("someone/xrag")
+    with pytest.raises(ZeroDivisionError):
+        made.push_to_hub("someone/xrag", private=True)
 
 
 @pytest.mark.parametrize("name", slowly(("lclm-4x", "pisco"), ("pisco",)))
