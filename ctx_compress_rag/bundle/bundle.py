@@ -125,11 +125,12 @@ class Bundle(PlainDecoder):
             tokenizer.chat_template = config.chat_template or tokenizer.chat_template
             teacher = folder / TEACHER
             backbone = Backbone(model, tokenizer)
+            decoder = _unchanged_decoder(config, backbone, folder)  # first, because parts are made in its sizes
             parts = (part for part in ("compressor", "reader") if (folder / part / files.ADAPTER_CONFIG_FILE).exists())
             adapters = {part: files.read_adapter_tensors(folder / part) for part in parts}
             backbone.adapter_layers |= {part: files.adapter_layers(tensors) for part, tensors in adapters.items()}
             bundle = cls.build(config, backbone, teacher if teacher.exists() else None)
-            bundle._read(folder, adapters)
+            bundle._read(folder, decoder, adapters)
             if device_map is not None or quantization_config is not None:
                 _ = bundle.backbone.model  # an impossible value shows only now
         if bundle.backbone.quantized:
@@ -137,9 +138,9 @@ class Bundle(PlainDecoder):
         logger.info("bundle %s (%s), fingerprint %s", config.name, config.method.name, bundle.fingerprint[:12])
         return bundle
 
-    def _read(self, folder: Path, adapters: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _read(self, folder: Path, decoder: str, adapters: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Read the bundle's folder, but not the decoder's weights, which must be those of the fingerprint."""
-        config, backbone, shipped = self.config, self.backbone, folder / files.DECODER_FOLDER
+        config, backbone = self.config, self.backbone
         self._folder = self.compressor.folder = folder
         unchanged = partial(files.check_bundle_weights_unchanged, folder, files.weight_file_stamps(folder))
         backbone.when_loaded(unchanged)
@@ -154,12 +155,7 @@ class Bundle(PlainDecoder):
                 backbone.when_used(part, unchanged)
                 backbone.when_used(part, partial(_load_adapter, backbone, part, folder))
         if config.decoder is None:
-            stored[files.DECODER_FOLDER] = files.read_decoder_tensors(shipped)
-        decoder = decoder_digest(config, backbone, shipped)
-        if decoder != config.decoder_digest:
-            raise BundleError(
-                f"{config.decoder_name or shipped} changed after bundle {str(folder)!r} was trained: restore its files"
-            )
+            stored[files.DECODER_FOLDER] = files.read_decoder_tensors(folder / files.DECODER_FOLDER)
         # From the files: weights in memory may be rounded to bfloat16, which would give another fingerprint.
         self._fingerprint = bundle_fingerprint(config, hub_commit(backbone.config), decoder, stored)
         self.report = files.read_bundle_report(folder / files.REPORT_FILE)
@@ -323,6 +319,16 @@ class Bundle(PlainDecoder):
         return self.reader.decoder(slot_mask) if side == "reader" else self.backbone.use(self.adapter_shares(side))
 
 
+def _unchanged_decoder(config: BundleConfig, backbone: Backbone, folder: Path) -> str:
+    """Return the `decoder_digest` of a bundle's decoder. Raise BundleError if it is not that of its training."""
+    shipped = folder / files.DECODER_FOLDER
+    if (decoder := decoder_digest(config, backbone, shipped)) != config.decoder_digest:
+        raise BundleError(
+            f"{config.decoder_name or shipped} changed after bundle {str(folder)!r} was trained: restore its files"
+        )
+    return decoder
+
+
 def _load_adapter(backbone: Backbone, name: str, bundle: Path) -> None:
     backbone.load_adapter_state(name, files.read_adapter_tensors(bundle / name))
 
@@ -344,7 +350,7 @@ def add_teacher(backbone: Backbone, folder: Path) -> None:
         try:
             backbone.add_adapter(TEACHER, lambda: LoraConfig.from_pretrained(str(folder)))
             backbone.load_adapter_state(TEACHER, files.read_adapter_tensors(folder))
-        except (ValueError, BundleError) as error:  # peft's, where the decoder has none of the modules
+        except Exception as error:  # of peft, which checks no setting, or if the decoder has none of the modules
             decoder = type(backbone.base).__name__
             raise BundleError(
                 f"the teacher {str(folder)!r} does not fit the decoder, a {decoder} ({error}): give one trained on it"

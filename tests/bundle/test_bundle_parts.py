@@ -140,6 +140,17 @@ def test_a_teacher_of_another_architecture_is_named(tiny_tokenizer: Any, tmp_pat
         add_teacher(other, teacher)
 
 
+@pytest.mark.parametrize("change", [{"peft_type": "NONE"}, {"lora_alpha": "x"}, {"init_lora_weights": "pissa"}])
+def test_a_teacher_with_settings_that_peft_cannot_use_is_named(
+    tiny_tokenizer: Any, tmp_path: Path, change: dict[str, str]
+) -> None:
+    path = save_teacher(tiny_tokenizer, tmp_path / "taught") / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    own = Backbone(decoder(tiny_tokenizer), tiny_tokenizer)
+    with pytest.raises(BundleError, match=f"the teacher '{path.parent}' does not fit the decoder"):
+        add_teacher(own, path.parent)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO, tmp_path / "bundle"))
@@ -171,6 +182,7 @@ EDITS = {
     "rope": setting(rope_parameters={"rope_theta": 500.0, "rope_type": "default"}),
     "norm": setting(rms_norm_eps=0.1),
     "ends": setting(eos_token_id=7),
+    "width": setting(hidden_size=2**40),  # found before anything is made in that size
 }
 
 
