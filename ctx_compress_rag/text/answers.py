@@ -103,7 +103,7 @@ def declined(prediction: str) -> float:
 
 
 def _f1(predicted: list[str], wanted: list[str]) -> float:
-    if not predicted or not wanted:
-        return float(predicted == wanted)
+    if predicted == wanted:  # also if both are empty
+        return 1.0
     shared = sum((Counter(predicted) & Counter(wanted)).values())
     return 2 * shared / (len(predicted) + len(wanted))

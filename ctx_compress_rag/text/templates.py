@@ -69,7 +69,7 @@ def without_template(text: str) -> str:
     if labeled and labeled[-1] > begun:
         end = labeled[-1]
     elif labeled or (lines[0].endswith("?") and not lines[-1].endswith("?")):
-        start = labeled[0] + 1 if labeled else 1
+        start = 1
     elif asks_above or not cue:
         end -= 1
     kept = lines[max(start, begun) : end]
