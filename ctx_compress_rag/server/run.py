@@ -34,7 +34,7 @@ class LimitedProtocol(H11Protocol):
         self._heard = self.loop.time()
         self._deadline = self.loop.call_later(self.head_seconds, transport.abort)
         if len(self.connections) > self.most:
-            own = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+            own: set[Any] = self.connections
             silent = [each for each in own if each.cycle is None or each.cycle.response_complete]
             min(silent, key=lambda each: each._heard).transport.abort()
 
