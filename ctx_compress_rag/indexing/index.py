@@ -126,13 +126,12 @@ class PassageIndex:
 
     def __init__(
         self,
-        folder: str | StorePlace,
+        place: StorePlace,
         bundle: AnyBundle,
         bundle_name: str,
         codec: str | None,
         embedder: str,
     ) -> None:
-        place = connect_store(folder)
         self.folder = place.folder
         self.bundle = bundle
         self.embedder = embedder
@@ -183,8 +182,6 @@ class PassageIndex:
         return restored
 
     def remove(self, ids: Sequence[str]) -> None:
-        if not ids:
-            return
         # Soft contexts first: what is left after an interruption is still listed by `roots`.
         self.store.delete(ids)
         self._passages.delete(ids)

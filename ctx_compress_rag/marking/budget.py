@@ -102,7 +102,7 @@ class Budget:
 
     def soft(self) -> list[ShownPassage]:
         """Return all passages as slots, at the finest ratio at which all fit. Raise RatioError if there is none."""
-        most = max((passage.slots for passage in self.passages), default=1)
+        most = max((passage.slots for passage in self.passages), default=0)
 
         def at(factor: int) -> list[ShownPassage]:
             return [passage.as_slots(factor) for passage in self.passages]

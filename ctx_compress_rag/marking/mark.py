@@ -125,14 +125,15 @@ class Marking:
             if given is not None and len(given) != len(texts):
                 raise errors.ConfigError(f"{len(given)} {what} for {len(texts)} texts: give one, or None, per text")
         passages = self._expanded(texts, ids)
-        self._find(stored := [passage for passage in passages if passage.id is not None])
+        self._find([passage for passage in passages if passage.id is not None])
         try:
             self._render(passages, relevances, question)
         except (errors.MissingPassageError, errors.PayloadError):
             if self.on_missing == "error":
                 raise
-            for passage in stored:
-                self._repair(passage)
+            for passage in passages:
+                if passage.id is not None:
+                    self._repair(passage, passage.id)
             self._render(passages, relevances, question)
         return [
             MarkedText(each.text, escaped_markers(each.text) if each.shown is None else each.shown) for each in passages
@@ -184,8 +185,6 @@ class Marking:
 
     def _compress(self, passages: Sequence[_Passage]) -> None:
         """Compress and store passages together or, if that fails, one by one; a passage that fails alone stays text."""
-        if not passages:
-            return
         try:
             texts, ids = [passage.text for passage in passages], [str(passage.id) for passage in passages]
             for passage, id in zip(passages, self.store.ensure(texts, ids, self.scope), strict=True):
@@ -200,23 +199,20 @@ class Marking:
                 for passage in passages:
                     self._compress([passage])
 
-    def _repair(self, passage: _Passage) -> None:
+    def _repair(self, passage: _Passage, id: str) -> None:
         """Compress a passage again if its record is damaged or was deleted; if that is impossible, it stays text."""
         store, scope = self.store, self.scope
-        if passage.id is None:
-            return
         try:
             try:
-                [soft] = store.get([passage.id], scope, [passage.text])
+                store.get([id], scope, [passage.text])
             except errors.PayloadError:
-                [record] = store.get_passages([passage.id], scope, [passage.text])
+                [record] = store.get_passages([id], scope, [passage.text])
                 if self.on_missing != "compress" or record is None:
                     raise
-                store.delete([passage.id], scope)
-                store.add([Passage(passage.text, passage.id, record.metadata)], progress=False, scope=scope)
+                store.delete([id], scope)
+                store.add([Passage(passage.text, id, record.metadata)], progress=False, scope=scope)
             else:
-                if soft is None:
-                    self._find([passage])
+                self._find([passage])
         except (errors.PayloadError, errors.StoreWriteError) as error:
             self._leave(passage, error)
 

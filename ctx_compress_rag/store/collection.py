@@ -141,7 +141,7 @@ class ChromaCollection:
         """Return the ids of stored records that no search finds, because a process was killed while it wrote them."""
         ids = self.ids()
         with self._reading() as found:
-            if found is None or not ids:
+            if found is None:
                 return []
             for id in ids:
                 # The error is of a record that the index has lost.

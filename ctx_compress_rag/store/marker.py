@@ -163,10 +163,11 @@ class Signer:
     """
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
-        if not isinstance(key, bytes):
-            raise ConfigError(f"a marker key is bytes, got {type(key).__name__}: give secrets.token_bytes(32); keep it")
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"a marker key needs at least {MIN_KEY_BYTES} bytes, got {len(key)}")
+        if not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES:
+            given = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise ConfigError(
+                f"a marker key is {MIN_KEY_BYTES} bytes or more, got {given}: give secrets.token_bytes(32); keep it"
+            )
         self._key = key
         self.fingerprint = fingerprint
 

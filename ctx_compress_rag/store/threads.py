@@ -85,11 +85,8 @@ def shielded_from_interrupts(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def limit_wait(seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-    """Raise `late()` in a shielded call's caller if the block takes longer; it goes on. Other calls have no limit."""
-    call: _ShieldedCall | None = getattr(_here, "call", None)
-    if call is None:
-        yield
-        return
+    """Raise `late()` in the caller of this shielded call if the block takes longer; the block goes on."""
+    call: _ShieldedCall = _here.call
     call.limit = time.monotonic() + seconds, late
     try:
         yield

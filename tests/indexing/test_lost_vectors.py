@@ -54,7 +54,7 @@ def test_an_index_puts_them_back(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     bundle: Any = WordBundle()
     with suppress(StoreError), StoreFolder(folder).writing(10):
         raise StoreError("as if the process were killed")
-    with PassageIndex(str(folder), bundle, "words", None, PACKAGED) as index:
+    with PassageIndex(StoreFolder(folder), bundle, "words", None, PACKAGED) as index:
         assert index.interrupted
         lost = index.mend()
         assert sorted(lost) == sorted(str(each.id) for each in passages[10:])

@@ -171,8 +171,10 @@ def test_what_is_no_list_of_passages_is_refused(store: SoftContextStore, framewo
 NO_LISTS: Any = [{"texts": "abc"}, {"texts": [None]}, {"ids": 1}, {"scores": "1"}, {"scores": [1.0, 2.0]}]
 
 
-@pytest.mark.parametrize("wrong", NO_LISTS, ids=str)
-def test_what_is_no_list_is_refused_and_an_iterator_is_one(store: SoftContextStore, wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [*NO_LISTS, {"ratio": 4, "token_budget": 9}], ids=str)
+def test_what_cannot_be_marked_is_refused_and_an_iterator_is_a_list(
+    store: SoftContextStore, wrong: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match="give"):
         mark_texts(store, **{"texts": [GOOD], **wrong})
     assert mark_texts(store, iter([GOOD]), iter(["good"])) == [store.marker("good", 4)]  # type: ignore[arg-type]

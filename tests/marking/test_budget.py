@@ -1,6 +1,7 @@
 """Spending a budget: never more than it, the nearest sentences, the finest slots that fit."""
 
 import math
+import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctx_compress_rag.errors import ConfigError, RatioError
+from ctx_compress_rag.errors import ConfigError, MissingExtraError, RatioError
 from ctx_compress_rag.marking.budget import (
     NOTHING,
     Budget,
@@ -52,7 +53,7 @@ def count(shown: Sequence[ShownPassage]) -> int:
     return sum(costs) + 2 * max(0, len(costs) - 1)
 
 
-@given(passage_lists, st.integers(1, 80), st.floats(0, 1), st.booleans(), st.data())
+@given(passage_lists, st.integers(0, 80), st.floats(0, 1), st.booleans(), st.data())
 def test_no_way_to_spend_it_takes_more(rows: Any, size: int, share: float, nestable: bool, data: Any) -> None:
     passages = made(rows)
     best = data.draw(st.integers(0, len(passages) - 1))
@@ -148,8 +149,9 @@ def test_a_question_encodes_only_itself(tmp_path: Path) -> None:
     bundle: Any = WordBundle()
     bundle.config.text_share = 0.5
     with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
-        store.add(TEXTS, ["a", "b"], progress=False)
-        stored = [passage.sentences for passage in store.get_passages(["a", "b"]) if passage]
+        store.add([*TEXTS, "---\n***"], ["a", "b", "a rule"], progress=False)
+        *stored, none = [passage.sentences for passage in store.get_passages(["a", "b", "a rule"]) if passage]
+    assert none == "" and nearest_sentences(["---\n***"], QUESTION) == [[]]
     assert all(len(packed) < 3000 for packed in stored)
     expected = nearest_sentences(TEXTS, QUESTION)
     seen: list[Any] = []
@@ -165,6 +167,20 @@ def test_a_question_encodes_only_itself(tmp_path: Path) -> None:
     for own, other in zip(found, expected, strict=True):
         assert [part.text for part in own] == [part.text for part in other]
         np.testing.assert_allclose([part.similarity for part in own], [part.similarity for part in other], atol=0.01)
+
+
+def test_without_a_sentence_splitter_soft_contexts_are_shown_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencex", None)
+    bundle: Any = WordBundle()
+    bundle.config.text_share = 0.5
+    with SoftContextStore(tmp_path, bundle, key=b"k" * 32) as store:
+        store.add(TEXTS, ["a", "b"], progress=False)
+        assert mark_texts(store, TEXTS, ["a", "b"], question=QUESTION) == store.markers(["a", "b"], 4)
+        assert "sentencex is not installed" in caplog.text
+        with pytest.raises(MissingExtraError, match="sentencex"):
+            mark_texts(store, TEXTS, ["a", "b"], question=QUESTION, text_share=0.5)
 
 
 def test_a_bundle_that_shows_no_sentences_stores_none(tmp_path: Path) -> None:

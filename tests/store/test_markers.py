@@ -180,12 +180,14 @@ def test_the_given_key_comes_before_the_environments_and_that_before_the_files(
     assert SoftContextStore(folder, bundle, key=b"another secret of 26 bytes").damaged() == ["p0"]
 
 
-@pytest.mark.parametrize(("content", "mode"), [("zz", 0o600), ("ab", 0o600), ("", 0o600), ("ab" * 32, 0o644)])
-def test_a_damaged_or_open_key_file_is_refused(tmp_path: Path, bundle: WordBundle, content: str, mode: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "mode"), [("zz", 0o600), ("ab", 0o600), ("", 0o600), ("ab" * 32, 0o644), (None, 0o700)]
+)
+def test_a_key_file_that_is_none_or_open_is_refused(tmp_path: Path, bundle: WordBundle, text: Any, mode: int) -> None:
     path = tmp_path / KEY_FILE
-    path.write_text(content)
+    path.mkdir() if text is None else path.write_text(text)
     path.chmod(mode)
-    with pytest.raises(StoreError, match="chmod 600" if mode == 0o644 else "damaged"):
+    with pytest.raises(StoreError, match={0o644: "chmod 600", 0o700: "cannot use"}.get(mode, "damaged")):
         add(SoftContextStore(tmp_path, bundle), 1)
 
 
@@ -366,14 +368,31 @@ def test_a_retrieval_makes_damaged_slots_anew(tmp_path: Path, scope: str) -> Non
         texts = [passage(i) for i in range(3)]
         with pytest.raises(PayloadError, match="'p1' is damaged"):
             mark_texts(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="error")
-        left = mark_texts(store, texts, ["p0", "p1", "p2"], scope=scope, on_missing="text")
-        assert [text.startswith("[[ctx:") for text in left] == [True, False, True]
+        left = mark_texts(store, [*texts, passage(9)], ["p0", "p1", "p2", "p9"], scope=scope, on_missing="text")
+        assert [text.startswith("[[ctx:") for text in left] == [True, False, True, False]
         shown = mark_texts(store, texts, ["p0", "p1", "p2"], scope=scope)
         markers = [part for text in shown for part in store.split(text, scope)]
         assert [len(call) for call in bundle.calls] == [3, 1]
         assert_same(store.read(markers)[1].soft, bundle.at(passage(1), 4))
         assert store.get_passages(["p1"], scope)[0].metadata == {"page": 1}
         assert store.damaged() == ([] if scope == "default" else ["p1"])  # others' records are theirs to mend
+
+
+def test_a_passage_that_another_deletes_while_it_is_marked_is_compressed_again(
+    store: SoftContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(store, 2)
+    [before] = store.markers(["p0"], 4)
+    look_up = store.stored_ids
+
+    def deleted_afterwards(*args: Any) -> Any:
+        found = look_up(*args)
+        monkeypatch.undo()
+        store.delete(["p0"])
+        return found
+
+    monkeypatch.setattr(store, "stored_ids", deleted_afterwards)
+    assert mark_texts(store, [passage(0)], ["p0"]) == [before] and store.get(["p0"])[0] is not None
 
 
 def test_a_broken_signature_costs_its_own_passage_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

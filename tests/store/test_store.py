@@ -308,6 +308,17 @@ def test_what_is_no_store_is_refused(tmp_path: Path, bundle: WordBundle) -> None
             SoftContextStore(location, bundle)
     with pytest.raises(ConfigError, match="int"):
         SoftContextStore(3, bundle)
+    with pytest.raises(StoreError, match="cannot make the folder"):
+        add(SoftContextStore(tmp_path / "file" / "store", bundle), 1)
+
+
+def test_a_collection_that_the_app_deletes_is_gone(bundle: WordBundle) -> None:
+    client = chromadb.EphemeralClient()
+    store = SoftContextStore(client, bundle, collection="deleted")
+    add(store, 1)
+    client.delete_collection("deleted-ctx")
+    with pytest.raises(StoreError, match="a collection in memory is gone"):
+        store.get(["p0"])
 
 
 def test_a_client_with_other_settings_is_left_alone(tmp_path: Path, bundle: WordBundle) -> None:

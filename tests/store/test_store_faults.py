@@ -343,6 +343,8 @@ def test_a_backup_waits_for_the_lock(tmp_path: Path, bundle: WordBundle) -> None
         StoreFolder(tmp_path / "chroma").back_up(tmp_path / "copy", timeout=0.1)
     (tmp_path / "chroma" / f"{KEY_FILE}{DRAFT}").write_text("of a process that was killed")
     StoreFolder(tmp_path / "chroma").back_up(tmp_path / "copy")
+    with pytest.raises(StoreError, match="check its disk"):
+        StoreFolder(tmp_path / "chroma").back_up(tmp_path / "copy" / KEY_FILE / "copy")
     assert sorted(path.name for path in (tmp_path / "copy").glob("ctx*")) == ["ctx-compress.generation", KEY_FILE]
     with SoftContextStore(tmp_path / "copy", bundle) as copy:
         assert all(copy.get(["p0", "p1"]))

@@ -17,7 +17,7 @@ from langchain_chroma import Chroma
 from ctx_compress_rag.errors import ConfigError, MissingPassageError, RatioError
 from ctx_compress_rag.marking.mark import expand, mark_texts
 from ctx_compress_rag.soft_context import SoftContext
-from ctx_compress_rag.store import Passage, SoftContextStore, SyncReport
+from ctx_compress_rag.store import AddReport, Passage, SoftContextStore, SyncReport
 from ctx_compress_rag.store import marker as markers
 from ctx_compress_rag.store.passage import MAX_CHARACTERS
 from ctx_compress_rag.store.record import owned_by_scope, passage_id, record_id
@@ -42,7 +42,7 @@ def test_sync_follows_a_collection(store: SoftContextStore, app: Any, bundle: Wo
     app.add(["empty"], [[0.0]], metadatas=[{"n": -1}])  # a record without a text
     store.add(["a passage of somebody else"], ["p1"], scope="tenant", progress=False)
     assert store.sync(app, progress=False) == SyncReport(300, 0, 0, 0)
-    assert store.sync(app, progress=False) == SyncReport(0, 0, 300, 0)
+    assert store.add(app, progress=False) == AddReport(0, 0, 300)
     app.delete(["p0", "p1"])
     app.update(["p2"], [[0.0]], documents=["a text that changed"])
     app.add(["new"], [[0.0]], documents=["a new text"])
@@ -117,12 +117,14 @@ def test_a_passage_of_megabytes_is_refused_before_work(store: SoftContextStore, 
         {"ratio": 0},
         {"ratio": 3},
         {"key": "a str of sixteen characters"},
+        {"key": b"fifteen bytes.."},
         {"bundle": "a name"},
     ],
 )
 def test_an_impossible_option_is_refused_by_name_before_a_folder_is_made(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(
-        (ConfigError, RatioError), match=f"{next(iter(wrong))}(=| is bytes| . does not divide|'.* 'collection')"
+        (ConfigError, RatioError),
+        match=f"{next(iter(wrong))}(=| is 16 bytes or more| . does not divide|'.* 'collection')",
     ):
         SoftContextStore(tmp_path / "new", **{"bundle": WordBundle()} | wrong)
     assert not (tmp_path / "new").exists()

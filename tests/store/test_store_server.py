@@ -207,6 +207,19 @@ def test_records_that_were_not_asked_for_are_neither_used_nor_deleted(liar: Liar
     assert other.damaged() == store.damaged() == []
 
 
+def test_a_connection_that_the_server_has_closed_is_opened_again(
+    store: SoftContextStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = httpx.Client.send
+
+    def closed(*args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+
+    monkeypatch.setattr(httpx.Client, "send", closed)
+    assert store.get(["p1"])[0] is not None and httpx.Client.send is send
+
+
 def test_a_server_that_never_answers_is_given_up(liar: Liar) -> None:
     store = opened(liar, "silent", read_timeout=0.5)
     add(store, 1)
