@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import chromadb
-import numpy as np
 import pytest
 import torch
 
@@ -105,16 +104,3 @@ def contents(store: Path) -> dict[str, tuple[Any, ...]]:
             rag["ids"], rag["documents"], rag["metadatas"], rag["embeddings"], strict=True
         )
     }
-
-
-def assert_same_contents(actual: Path, expected: Path) -> None:
-    """Equal but for the last bits that depend on what else was in a batch."""
-    first, second = contents(actual), contents(expected)
-    assert first.keys() == second.keys()
-    for id, (text, metadata, vector, soft, record) in second.items():
-        *given, near, stored, about = first[id]
-        assert given == [text, metadata] and about.keys() == record.keys()
-        assert {key for key in record if about[key] != record[key]} <= {"payload_hash", "signature"}  # those of bits
-        torch.testing.assert_close(near, vector, atol=1e-5, rtol=1e-5)
-        assert stored.token_counts.tolist() == soft.token_counts.tolist()
-        assert np.linalg.norm(stored.slots - soft.slots) <= 1e-3 * np.linalg.norm(soft.slots)

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ from ctx_compress_rag.server.guard import (
     find_api_keys,
 )
 from ctx_compress_rag.server.run import LimitedProtocol, open_server_socket
-from helpers.langchain import QUESTION, TEXTS
+from helpers.langchain import TEXTS
 from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker, post
 
 
@@ -267,7 +266,6 @@ def test_what_may_work_later_has_a_status_that_says_so(error: Exception, status:
 
 ONE, TWO = "k" * 16, "l" * 40
 HEAD = b"POST /v1/compress HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-AUTHORIZED = HEAD + f"Authorization: Bearer {ANNA}\r\n".encode()
 
 
 @contextmanager
@@ -309,35 +307,6 @@ def test_two_headers_where_one_counts_are_refused(url: str, name: str) -> None:
     value = f"Bearer {ANNA}" if name == "Authorization" else "http://localhost"
     reply = httpx.get(f"{url}/v1/models", headers=[("Authorization", f"Bearer {ANNA}"), (name, value), (name, "other")])
     assert reply.status_code == 400 and name.lower() in reply.json()["error"]["message"]
-
-
-def test_chunks_are_read(url: str) -> None:
-    with connected(url) as connection:
-        connection.settimeout(WAIT)
-        body = b'{"input": "Orla kept bees.", "ratio": 8}'
-        connection.sendall(AUTHORIZED + b"Transfer-Encoding: chunked\r\n\r\n")
-        for part in (body[:7], body[7:], b""):
-            connection.sendall(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-        assert connection.recv(12) == b"HTTP/1.1 200"
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are read from /proc")
-def test_canceled_requests_leave_nothing(url: str) -> None:
-    """But the threads of the loop's pool and the writer, which start when needed and stay, and a file for each."""
-    body: Any = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 500}
-
-    def canceled(times: int) -> tuple[int, int]:
-        with httpx.Client(headers={"Authorization": f"Bearer {ANNA}"}) as http:
-            for _ in range(times):
-                with pytest.raises(httpx.ReadTimeout):
-                    http.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(WAIT, read=0.02))
-        post(url, "completions", {"model": "tiny", "prompt": "x"})
-        pools = ("ctx-compress-", "asyncio_", "uvloop_")
-        others = [thread for thread in threading.enumerate() if not thread.name.startswith(pools)]
-        return len(others), len(list(Path("/proc/self/fd").iterdir()))
-
-    before, after = canceled(5), canceled(40)
-    assert after[0] <= before[0] and after[1] <= before[1] + 5, (before, after)
 
 
 def asked(url: str, headers: dict[str, str], path: str = "/v1/models") -> int:
