@@ -102,6 +102,7 @@ def test_its_tokenizer_is_that_of_transformers(name: str) -> None:
         assert chat_text(own, chat) == chat_text(tokenizer, chat)
     both = (PromptTokenizer(each).encode(["a </s>", "b"], True) for each in (own, tokenizer))
     assert all(np.array_equal(a, b) for a, b in zip(*both, strict=True))
+    assert len(own) == len(tokenizer)  # what prompts add is added to a copy
 
 
 @pytest.mark.parametrize(
