@@ -258,6 +258,10 @@ def gguf_config(metadata: Mapping[str, Any], names: Mapping[str, tuple[int, ...]
     rows = names["token_embd.weight"][0]
     left.pop("vocab_size", None)  # there are as many tokens as rows
     said |= {"vocab_size": rows, "tie_word_embeddings": "output.weight" not in names} | _ends(metadata, rows)
+    if said["num_hidden_layers"] > len(names):  # a damaged number would fill the memory
+        raise ValueError(
+            f"{prefix}block_count = {said['num_hidden_layers']} is more than it has tensors: fetch it again"
+        )
     said["num_hidden_layers"] -= left.pop("nextn_predict_layers", 0)  # layers that guess further tokens
     model_type = known.model_type
     if model_type in ("mamba", "mamba2"):

@@ -110,6 +110,7 @@ def test_a_window_that_the_file_states(name: str, changes: dict[str, Any], tmp_p
         ("Qwen 2", {"attention.sliding_window": 8}, "qwen2.attention.sliding_window = 8"),
         ("Granite", {"rope.scaling.finetuned": False}, "rope.scaling.finetuned = False"),
         ("Mamba", {"ssm.dt_b_c_rms": True}, "mamba.ssm.dt_b_c_rms = True"),
+        ("Llama", {"block_count": 100}, "block_count = 100 .*fetch it again"),
     ],
 )
 def test_what_transformers_cannot_compute_is_refused(name: str, keys: Any, said: str, tmp_path: Path) -> None:
