@@ -19,7 +19,20 @@ from ctx_compress_rag.strict import check_known_options, faults_raised_as
 from ctx_compress_rag.text.templates import question_messages
 
 
-class DecoderLLM(SamplingOptions, EngineOptions):
+class StoreComponent(BaseModel):
+    """The base of classes that work on a store; unknown arguments and impossible values are refused (ConfigError)."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    store: SoftContextStore = Field(exclude=True, repr=False)
+
+    def __init__(self, **fields: Any) -> None:
+        check_known_options(type(self).__name__, fields, type(self).model_fields)
+        with faults_raised_as(ConfigError, f"{type(self).__name__}: "):
+            super().__init__(**fields)
+
+
+class DecoderLLM(StoreComponent, SamplingOptions, EngineOptions):
     """The base and options of a framework's LLM class, listed before the framework's own base class.
 
     Other options are those of the engine (see `EngineOptions`) and of an answer (see `SamplingOptions`). `max_tokens`
@@ -44,8 +57,6 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         ServerError: at a call, the server cannot be reached or refuses the request.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
     # Frozen, because the decoder is made once: a later assignment would have no effect.
     store: SoftContextStore = Field(exclude=True, repr=False, frozen=True)
     on_unreadable: OnUnreadable = Field(default="error", frozen=True)
@@ -56,10 +67,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
     _quotes_by_default: bool = PrivateAttr(False)
 
     def __init__(self, **fields: Any) -> None:
-        given = {name: value for name, value in fields.items() if value is not None}
-        check_known_options(type(self).__name__, given, type(self).model_fields)
-        with faults_raised_as(ConfigError, f"{type(self).__name__}: "):
-            super().__init__(**given)
+        super().__init__(**{name: value for name, value in fields.items() if value is not None})
         if self.scope is not None:
             check_scope(self.scope)
         bundle = self.store.bundle
@@ -131,20 +139,7 @@ class DecoderLLM(SamplingOptions, EngineOptions):
         return nullcontext() if self.scope is None else scope(self.scope)
 
 
-class StoreStep(BaseModel):
-    """The base of steps that work on a store; unknown arguments and impossible values are refused (ConfigError)."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-
-    store: SoftContextStore = Field(exclude=True, repr=False)
-
-    def __init__(self, **fields: Any) -> None:
-        check_known_options(type(self).__name__, fields, type(self).model_fields)
-        with faults_raised_as(ConfigError, f"{type(self).__name__}: "):
-            super().__init__(**fields)
-
-
-class MarkingPostprocessor(StoreStep):
+class MarkingPostprocessor(StoreComponent):
     """The base and options of a framework's postprocessor class, listed before the framework's own base class.
 
     A passage is looked up in the store by its id, then by its text. With a RAM bundle, the segments that the question

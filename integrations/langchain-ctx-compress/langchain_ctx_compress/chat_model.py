@@ -17,7 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableSerializable
 from langchain_core.runnables.utils import AnyConfigurableField
 from langchain_core.utils.function_calling import convert_to_json_schema
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.sampling import openai_chat_logprobs
@@ -44,8 +44,6 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     Args:
         streaming: make `invoke` stream internally, so that callbacks see every piece.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     streaming: bool = False
 

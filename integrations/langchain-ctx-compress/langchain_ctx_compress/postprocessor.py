@@ -8,7 +8,6 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.messages import BaseMessage
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.runnables import RunnableConfig, RunnableSerializable
-from pydantic import ConfigDict
 
 from ctx_compress_rag.errors import ConfigError
 from ctx_compress_rag.frameworks import MarkingPostprocessor
@@ -34,8 +33,6 @@ class CompressedContextPostprocessor(
     Args:
         score_key: the metadata key of a document's relevance, a number, higher for the more relevant.
     """
-
-    model_config = ConfigDict(extra="forbid")  # LangChain's bases ignore unknown fields
 
     score_key: str = "relevance_score"
 

@@ -19,7 +19,7 @@ from llama_index.core.base.llms.types import (
     TextBlock,
     ThinkingBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, PrivateAttr
+from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
@@ -104,8 +104,6 @@ class CompressedContextLLM(DecoderLLM, LLM):
 
     Raises ConfigError, too, if a message holds something other than text, or `max_tokens` cut a JSON answer.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     _json: dict[str, Any] = PrivateAttr(default_factory=dict)  # an option of each call, if every answer has to be JSON
 

@@ -9,7 +9,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle, TransformComponent
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.frameworks import MarkingPostprocessor, StoreStep
+from ctx_compress_rag.frameworks import MarkingPostprocessor, StoreComponent
 from llama_index.postprocessor.ctx_compress.nodes import CompressedTextNode, is_text, own_text, restored, with_text
 
 
@@ -61,7 +61,7 @@ class CompressedContextPostprocessor(MarkingPostprocessor, BaseNodePostprocessor
         return [scored for place, scored in enumerate(done) if place not in left_out]
 
 
-class CompressSoftContext(StoreStep, TransformComponent):
+class CompressSoftContext(StoreComponent, TransformComponent):
     """A step of ingestion that compresses nodes into a store, so that no question has to wait for compression.
 
     Put it into an `IngestionPipeline` or an index's `transformations`, after the steps that change texts or ids. Nodes
