@@ -78,9 +78,9 @@ def test_kept_contexts_give_the_loss_of_those_solved_now(adaptive: Decoder) -> N
     update = PredictedUpdate.build(base, bundle, config)
     contexts = [demonstration_prompts(adaptive, [each]) for each in (*DEMONSTRATIONS, *QUESTIONS)]
     keeping = MatchingLoss(bundle, update, 0.1, keep=True)
-    keeping([0, 5, 3], [contexts[0], contexts[5], contexts[3]], [])
-    kept = keeping([5, 2], [contexts[0], contexts[2]], [])["loss"]  # of number 5, another context now
-    now = MatchingLoss(bundle, update, 0.1)([5, 2], [contexts[5], contexts[2]], [])["loss"]
+    keeping([0, 5, 3], [contexts[0], contexts[5], contexts[3]])
+    kept = keeping([5, 2], [contexts[0], contexts[2]])["loss"]  # of number 5, another context now
+    now = MatchingLoss(bundle, update, 0.1)([5, 2], [contexts[5], contexts[2]])["loss"]
     assert float(kept.detach()) == pytest.approx(float(now.detach()), rel=1e-3)
     kept.backward()
     assert all(p.grad is not None for p in update.predictor.parameters())
