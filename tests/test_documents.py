@@ -30,6 +30,7 @@ from ctx_compress_rag.bundle.files import SHIPPED
 from ctx_compress_rag.cli import main
 from ctx_compress_rag.indexing import DEFAULT_BUNDLE
 from ctx_compress_rag.methods.base.config import MethodConfig
+from ctx_compress_rag.training.run import parse_recipe
 from helpers.marks import slowly
 
 ROOT = Path(__file__).parents[1]
@@ -432,6 +433,13 @@ CLAIMS = {
     ],
 }
 """What a notebook says, whatever the bundle's weights, as expressions of its own names."""
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_recipes_that_a_notebook_writes_are_valid(name: str) -> None:
+    code = "\n".join(cell.source for cell in read(name).cells if cell.cell_type == "code")
+    recipes = [parse_recipe(yaml.safe_load(text), name) for text in re.findall(r'"""\n(stage: .*?)"""', code, re.S)]
+    assert len(recipes) == (name == "train_for_your_decoder")
 
 
 @pytest.mark.slow
