@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, short_repr
 
 T = TypeVar("T")
-Size = Annotated[int, Field(gt=0, le=2**16)]
+LARGEST = 2**16
+Size = Annotated[int, Field(gt=0, le=LARGEST)]
 """A dimension of weights: a bundle's number must not fill the memory before its weights are found to have another."""
 _WHOLE = TypeAdapter(int)
 _POSITIVE = TypeAdapter(Annotated[int, Field(ge=1)])

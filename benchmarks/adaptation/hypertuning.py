@@ -9,7 +9,6 @@ from ctx_compress_rag.adaptation.predicted import PredictedUpdate
 from ctx_compress_rag.adaptation.stages import Contexts, EpisodeBatches, UpdatePredictorRecipe
 from ctx_compress_rag.adaptation.updates import answer_losses
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
-from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.prompt import Prompt
 
 
@@ -22,9 +21,8 @@ class HyperTuningRecipe(UpdatePredictorRecipe):
     stage: Literal["hypertuning"]  # type: ignore[assignment]
     contexts: None = None
 
-    def objective(self, decoder: PlainDecoder, update: PredictedUpdate) -> nn.Module:
-        batches = EpisodeBatches(self, Decoder(decoder), self.demonstrations)
-        return TaskObjective(decoder, update, lambda numbers: list(batches.queries(numbers)["rows"]))
+    def objective(self, batches: EpisodeBatches, update: PredictedUpdate) -> nn.Module:
+        return TaskObjective(batches.decoder.bundle, update, lambda numbers: list(batches.queries(numbers)["rows"]))
 
 
 class TaskObjective(nn.Module):

@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ctx_compress_rag.adaptation.config import AdaptationRecipe
-from ctx_compress_rag.adaptation.stages import EpisodeBatches, open_recipe_decoder
-from ctx_compress_rag.adaptation.updates import answer_losses
+from ctx_compress_rag.adaptation.stages import AnswersMeanLoss, EpisodeBatches, open_recipe_decoder
 from ctx_compress_rag.bundle.plain_decoder import PlainDecoder
 from ctx_compress_rag.decoding.decoder import Decoder
 from ctx_compress_rag.decoding.preparer import PromptPreparer
 from ctx_compress_rag.prompt import Prompt, PromptLike
-from ctx_compress_rag.training.engine.loop import BatchMeanLoss, TrainingJob
+from ctx_compress_rag.training.engine.loop import TrainingJob
 
 _FILE, _KEY = "prefix.safetensors", "prefix"
 
@@ -64,23 +63,17 @@ def behind(prompt: Prompt, prefix: Tensor) -> Prompt:
     return replace(prompt, pieces=(prefix, *prompt.pieces), answers=np.concatenate((flags, prompt.answers)))
 
 
-class PromptTuningLoss(BatchMeanLoss, nn.Module):
+class PromptTuningLoss(AnswersMeanLoss):
     """Trains a soft prefix, starting from embeddings of random tokens."""
 
     def __init__(self, decoder: PlainDecoder, virtual_tokens: int, seed: int) -> None:
-        super().__init__()
-        self.decoder = decoder
+        super().__init__(decoder)
         embeddings = decoder.backbone.embeddings
         device = embeddings.weight.device
         ids = torch.randint(embeddings.num_embeddings, (virtual_tokens,), generator=torch.Generator().manual_seed(seed))
         # Through the layer, since Gemma's scales the embeddings.
         self.prefix = nn.Parameter(embeddings(ids.to(device)).detach().float().clone())
 
-    def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
-        """How many answer tokens these rows have: (1,)."""
-        return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
-
     def loss(self, items: Tensor, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
         """The loss of these rows, as part of the mean over `items`, the whole batch's answer tokens."""
-        loss = answer_losses(self.decoder, [[behind(row, self.prefix) for row in rows]], None)[0]
-        return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
+        return self.share(items, [behind(row, self.prefix) for row in rows], None)

@@ -315,6 +315,7 @@ def _entry_result(
 ) -> dict[str, Any]:
     compress_seconds = _compress_seconds(bundle, questions)  # before the store is filled: encoders may cache
     ratios = recipes[-1].ratios
+    stored_bytes = _stored_bytes(bundle, questions, ratios)
     answers = answer_questions(bundle, questions, ratios, (SOFT,), max_tokens=_ANSWER_TOKENS)
     return {
         "method": bundle.config.method.model_dump(mode="json"),
@@ -332,10 +333,7 @@ def _entry_result(
         "compress_seconds": compress_seconds,
         "threads": torch.get_num_threads(),
         "device": str(bundle.backbone.device),
-        "scores": [
-            score | {"stored_bytes": _stored_bytes(bundle, questions, score["ratio"])}
-            for score in _scores(answers, questions)
-        ],
+        "scores": [score | {"stored_bytes": stored_bytes[score["ratio"]]} for score in _scores(answers, questions)],
         "another_passage": _another_passage(bundle, questions, shown_at(ratios)),
     }
 
@@ -400,11 +398,15 @@ def _compress_seconds(bundle: Bundle, questions: Sequence[Question]) -> float:
     return median(seconds_of(partial(bundle.compress, [passage])) for passage in passages)
 
 
-def _stored_bytes(bundle: Bundle, questions: Sequence[Question], ratio: int) -> float:
-    """Mean size of a passage's payload: that of the base ratio, if the store makes this one of it."""
+def _stored_bytes(bundle: Bundle, questions: Sequence[Question], ratios: Sequence[int]) -> dict[int, float]:
+    """Mean size of a passage's payload, by ratio: that of the base ratio, if the store makes this one of it."""
     passages = list(dict.fromkeys(p for q in questions for p in q.passages))
-    made = bundle.compress(passages, None if bundle.can_read(ratio) else ratio)
-    return mean(payload_bytes(encode_soft_context(soft)) for soft in made)
+    stored_at = {ratio: None if bundle.can_read(ratio) else ratio for ratio in ratios}
+    sizes = {
+        own: mean(payload_bytes(encode_soft_context(soft)) for soft in bundle.compress(passages, own))
+        for own in set(stored_at.values())
+    }
+    return {ratio: sizes[own] for ratio, own in stored_at.items()}
 
 
 def _read_json(file: Path, instead: str) -> dict[str, Any]:

@@ -98,12 +98,27 @@ Contexts = list[list[Prompt]]
 """The demonstrations of each support context."""
 
 
-class RetrievalAdapterLoss(BatchMeanLoss, nn.Module):
+class AnswersMeanLoss(BatchMeanLoss, nn.Module):
+    """The base class of losses that are the mean cross-entropy of the whole batch's answer tokens."""
+
+    def __init__(self, decoder: PlainDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
+        return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
+
+    def share(self, items: Tensor, rows: list[Prompt], adapter: Adapter | None) -> Tensor:
+        """Return the loss's part that the prompts `rows` have; `items`, (1,), counts the batch's answer tokens."""
+        loss = answer_losses(self.decoder, [rows], adapter)[0]
+        return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
+
+
+class RetrievalAdapterLoss(AnswersMeanLoss):
     """The loss that trains Q/K/V LoRA factors, on the answers' tokens (In-Context Optimization, appendix G)."""
 
     def __init__(self, decoder: PlainDecoder, rank: int, alpha: int) -> None:
-        super().__init__()
-        self.decoder = decoder
+        super().__init__(decoder)
         self.scale = alpha / rank
         shapes = qkv_projections(decoder.backbone.model)
         self.names = list(shapes)
@@ -118,12 +133,8 @@ class RetrievalAdapterLoss(BatchMeanLoss, nn.Module):
             dict(zip(self.names, self.a, strict=True)), dict(zip(self.names, self.b, strict=True)), self.scale
         )
 
-    def items(self, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
-        return torch.tensor([float(sum(int(row.answers.sum()) for row in rows))])
-
     def loss(self, items: Tensor, rows: list[Prompt]) -> Tensor:  # type: ignore[override]
-        loss = answer_losses(self.decoder, [rows], self.adapter())[0]
-        return loss * self.items(rows).squeeze(0).to(loss.device) / items.squeeze(0)
+        return self.share(items, rows, self.adapter())
 
 
 class MatchingLoss(nn.Module):
@@ -240,9 +251,10 @@ class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
     magnitude_weight: float = Field(default=0.1, ge=0)
     contexts: int | None = Field(default=None, gt=0)
 
-    def objective(self, decoder: PlainDecoder, update: PredictedUpdate) -> nn.Module:
-        """Return the loss that the predictor is trained with."""
-        return MatchingLoss(decoder, update, self.magnitude_weight, keep=self.contexts is not None)
+    def objective(self, batches: EpisodeBatches, update: PredictedUpdate) -> nn.Module:
+        """Return the loss that the predictor is trained with, on the contexts of `batches`."""
+        keep = self.contexts is not None
+        return MatchingLoss(batches.decoder.bundle, update, self.magnitude_weight, keep=keep)
 
     def make_job(self) -> TrainingJob:
         """Return a job that will train an `UpdatePredictor`."""
@@ -263,4 +275,4 @@ class UpdatePredictorRecipe(PredictorSettings, AdaptationRecipe):
             update.save_pretrained(self.output, bundle.decoder_name)
 
         about = {"fingerprint": bundle.fingerprint}
-        return TrainingJob(self.objective(bundle, update), numbers, batches.contexts, save, about)
+        return TrainingJob(self.objective(batches, update), numbers, batches.contexts, save, about)

@@ -75,12 +75,12 @@ def scope(name: str) -> Iterator[None]:
     finally:
         try:
             _scope.reset(token)
-        except ValueError:  # raised in a context other than that of the beginning
+        except ValueError as error:  # raised in a context other than that of the beginning
             raise ConfigError(
                 f"scope({name!r}) ended in another thread or context than it began in, as in a generator or dependency "
                 "that a web server runs in threads, so the block may have run without it: write `async def`, or give "
                 "`scope=` to the classes"
-            ) from None
+            ) from error
 
 
 def current_scope() -> str | None:

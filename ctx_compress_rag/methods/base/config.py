@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ctx_compress_rag.errors import RatioError
 from ctx_compress_rag.soft_context import merge_factor
-from ctx_compress_rag.strict import Size, Strict
+from ctx_compress_rag.strict import LARGEST, Size, Strict
 
 if TYPE_CHECKING:  # they import torch
     from ctx_compress_rag.methods.base.compressor import Compressor
@@ -46,8 +46,8 @@ class WrapConfig(Strict):
         every: vectors are put around each run of `every` slots; None puts them around all slots of a passage together.
     """
 
-    before: int = Field(default=0, ge=0, le=2**16)
-    after: int = Field(default=0, ge=0, le=2**16)
+    before: int = Field(default=0, ge=0, le=LARGEST)
+    after: int = Field(default=0, ge=0, le=LARGEST)
     every: int | None = Field(default=None, gt=0)
 
     def __bool__(self) -> bool:
