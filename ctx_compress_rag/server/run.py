@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,17 +32,18 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Close the connection that is silent for longest if there are too many, and wait for a request's head."""
         super().connection_made(transport)
-        self._heard = self.loop.time()
+        # Not `loop.time()`: uvloop's is in whole milliseconds, in which many connect, and the newest might be closed.
+        self._heard = time.perf_counter()
         self._deadline = self.loop.call_later(self.head_seconds, transport.abort)
-        if len(self.connections) > self.most:
-            own: set[Any] = self.connections
+        own: list[Any] = [each for each in self.connections if not each.transport.is_closing()]
+        if len(own) > self.most:
             silent = [each for each in own if each.cycle is None or each.cycle.response_complete]
             min(silent, key=lambda each: each._heard).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Stop the wait when the head has arrived; after an answer, begin to wait for the next head."""
         super().data_received(data)
-        self._heard = self.loop.time()
+        self._heard = time.perf_counter()
         if self.conn.their_state is not h11.IDLE:
             self._deadline.cancel()
         elif self._deadline.cancelled():

@@ -26,9 +26,11 @@ ANNA, BERT = "anna-" + "x" * 20, "bert-" + "y" * 20
 
 
 @contextmanager
-def listening(app: Any) -> Iterator[str]:
+def listening(app: Any, loop: str = "auto") -> Iterator[str]:
     """The address of a server that ends with the context."""
-    server = uvicorn.Server(uvicorn_config(app))
+    config = uvicorn_config(app)
+    config.loop = loop  # "auto" is uvloop where it is installed
+    server = uvicorn.Server(config)
     with open_server_socket("127.0.0.1", 0, guarded=True) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

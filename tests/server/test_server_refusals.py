@@ -375,13 +375,26 @@ def test_a_network_is_let_in_with_keys_only() -> None:
     open_server_socket("0.0.0.0", 0, guarded=True).close()
 
 
-def test_who_connects_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loop", ["asyncio", "auto"])
+def test_clients_that_say_nothing_keep_nobody_out(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six that the server accepts at once, before it reads from any, those silent for longest are closed."""
     monkeypatch.setattr(LimitedProtocol, "most", 2)
-    monkeypatch.setattr(LimitedProtocol, "head_seconds", 1.0)
-    with listening(Starlette()) as url:
-        address = url.removeprefix("http://").split(":")
-        silent = [socket.create_connection((address[0], int(address[1])), timeout=WAIT) for _ in range(4)]
+    monkeypatch.setattr(LimitedProtocol, "head_seconds", 2 * WAIT)
+    with listening(Starlette(), loop) as url:
+        silent = [_silent(url) for _ in range(6)]
         assert httpx.get(url, timeout=WAIT).status_code == 404
-        for each in silent:  # too many at once, or silent for too long
+        for each in silent[:5]:
             with each, suppress(ConnectionResetError):
                 assert each.recv(1) == b""
+        silent[5].close()
+
+
+def test_a_head_that_does_not_arrive_in_time_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "head_seconds", 0.1)
+    with listening(Starlette()) as url, _silent(url) as silent, suppress(ConnectionResetError):
+        assert silent.recv(1) == b""
+
+
+def _silent(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=WAIT)
