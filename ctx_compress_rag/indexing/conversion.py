@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import ZipFile
@@ -25,6 +26,10 @@ _UNREAD_PARTS = {
 _UNEQUAL = "a separator that all lines have equally often"
 _SEPARATORS = "\t;|,"  # of two that would do, the first: a comma also stands in numbers and sentences
 _NAMED = re.compile(r'"?sep=(.)"?\r?\n')  # the first line that Excel writes, or asks for
+# Elements of Word whose text mammoth drops: what was moved, fields, words with ruby, words from right to left.
+_DROPPED = re.compile(rb"(</?w:)(?:moveTo|fldSimple|customXml|ruby|rubyBase|dir|bdo)(?=[\s>])")
+_POWER = re.compile(r"\s*[-+\u2212]?\d")
+_NO_VALUE = re.compile(rb'<c (?![^>]*t="str")[^>]*><f[^>]*(?:/>|>[^<]*</f>)(?:<v></v>|<v */>)?</c>')  # of a formula
 _GLYPH = re.compile(r"\(cid:\d+\)")
 _MOST_GLYPHS = 0.1  # share of glyphs without a character above which a PDF's text counts as unreadable
 
@@ -46,9 +51,13 @@ def read_document(path: Path) -> dict[str, Any]:
                 return {"error": "it is protected by a password (or of an older format): save it without"}
             if kind == "Xlsx":
                 text = "\n\n".join(_sheets(file))
+                lacks = ["values of formulas, which no program has computed"] * _without_values(file)
+            elif kind in ("Docx", "Html"):
+                text = _markdown(_word_html(file) if kind == "Docx" else file.read())
             else:
                 about = StreamInfo(extension=suffix, charset="utf-8" if kind == "Csv" else None)
-                text = getattr(converters, f"{kind}Converter")().convert(file, about).markdown
+                # A slide's text has a vertical tab where a line is broken.
+                text = getattr(converters, f"{kind}Converter")().convert(file, about).markdown.replace("\v", " ")
     except OSError as error:
         return {"error": f"it cannot be read ({error.strerror})"}
     except MemoryError:
@@ -94,6 +103,58 @@ def _separated_by_commas(text: str) -> tuple[str, bool]:
     return _written(tables[max(agree, key=lambda each: agree[each])]), False
 
 
+def _word_html(file: BinaryIO) -> bytes:
+    from mammoth import convert_to_html
+    from markitdown.converter_utils.docx.pre_process import pre_process_docx
+
+    readable = io.BytesIO()
+    with ZipFile(file) as packed, ZipFile(readable, "w") as written:
+        for name in packed.namelist():
+            written.writestr(name, _DROPPED.sub(rb"\1smartTag", packed.read(name)))
+    return bytes(convert_to_html(pre_process_docx(readable), style_map="u => u").value.encode())
+
+
+def _markdown(html: bytes) -> str:
+    """Return HTML as Markdown, with the first row of each table as its head and "^" before powers."""
+    from bs4 import BeautifulSoup, UnicodeDammit
+    from markitdown.converters import HtmlConverter
+
+    # markitdown's own parser would put each cell, row or item that is not closed, as HTML allows, into the one before.
+    soup = BeautifulSoup(UnicodeDammit(html, ["utf-8"], is_html=True).unicode_markup or "", "lxml")
+    for power in soup("sup"):
+        if _POWER.match(power.get_text()):
+            power.insert(0, "^")
+    for table in soup("table"):
+        for about in table(["caption", "colgroup"], recursive=False):  # before a first row, they would cost the head
+            table.insert_before(about)
+        _repeat_spanning_cells(table)
+    converted = HtmlConverter().convert_string(
+        str(soup), escape_asterisks=False, escape_underscores=False, table_infer_header=True
+    )
+    return converted.markdown
+
+
+def _repeat_spanning_cells(table: Any) -> None:
+    """Put a copy of each cell that spans rows into all of them: in Markdown, the cells after it would move left."""
+    spanning: dict[int, tuple[Any, int]] = {}  # by its column, a cell that goes on, and in how many rows
+    for row in table("tr"):
+        cells, column = row(["td", "th"], recursive=False), 0
+        while row.find_parent("table") is table and (cells or column in spanning):
+            if column in spanning:
+                cell, rows = spanning.pop(column)
+                row.insert(row.index(cells[0]) if cells else len(row.contents), cell := copy(cell))
+            else:
+                cell = cells.pop(0)
+                rows = _span(cell, "rowspan")
+            if rows > 1:
+                spanning[column] = cell, rows - 1
+            column += _span(cell, "colspan")
+
+
+def _span(cell: Any, way: str) -> int:
+    return int(number[0]) if (number := re.match(r"\d{1,4}", cell.get(way, ""))) else 1
+
+
 def _sheets(file: BinaryIO) -> Iterator[str]:
     """Yield each sheet of a workbook as Markdown, without empty rows and columns.
 
@@ -106,12 +167,23 @@ def _sheets(file: BinaryIO) -> Iterator[str]:
     about = StreamInfo(extension=".csv", charset="utf-8")
     for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
         sheet.reset_dimensions()  # what a file says of them may be wrong
-        found = (["" if cell is None else str(cell) for cell in row] for row in sheet.iter_rows(values_only=True))
+        found = ([_cell(value) for value in row] for row in sheet.iter_rows(values_only=True))
         rows = [row for row in found if any(row)]
         used = sorted({column for row in rows for column, cell in enumerate(row) if cell})
         cells = ([row[column] if column < len(row) else "" for column in used] for row in rows)
         table = io.BytesIO(_written(cells).encode())
         yield f"## {sheet.title}\n{csv_converter().convert(table, about).markdown}".strip()
+
+
+def _cell(value: object) -> str:
+    """Return a cell's value without the time of a mere date, and without the breaks that openpyxl leaves escaped."""
+    return "" if value is None else re.sub("_x000[BD]_", " ", str(value).removesuffix(" 00:00:00"))
+
+
+def _without_values(file: BinaryIO) -> bool:
+    with ZipFile(file) as packed:
+        sheets = (packed.read(name) for name in packed.namelist() if name.startswith("xl/worksheets/"))
+        return any(map(_NO_VALUE.search, sheets))
 
 
 def _rows(text: str, separator: str) -> list[list[str]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -273,9 +274,15 @@ def test_tables_slides_and_other_texts_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"part": "pump"}')
     (tmp_path / "c.rst").write_text("Pump\n====\n")
     deck, book = pptx.Presentation(), openpyxl.Workbook()
-    deck.slides.add_slide(deck.slide_layouts[5]).shapes.title.text = "The amber slide."
+    deck.slides.add_slide(deck.slide_layouts[5]).shapes.title.text = "The amber\vslide."
     deck.save(str(tmp_path / "d.pptx"))
-    for row in (["parts"], [], ["part", None, "region", "price"], ["pump", None, "NA", 5], ["seal"]):
+    for row in (
+        ["parts"],
+        [],
+        ["part", None, "region", "price"],
+        ["pump", None, "NA", 5],
+        ["seal\nx_x000D_", None, "=1+4", date(2026, 3, 1)],
+    ):
         book.active.append(row)
     book.save(tmp_path / "e.xlsx")
     given = open_index_input(tmp_path)
@@ -293,8 +300,36 @@ def test_tables_slides_and_other_texts_are_read(tmp_path: Path) -> None:
         [" --- "] * 3,
         [" part ", " region ", " price "],
         [" pump ", " NA ", " 5 "],
-        [" seal ", "  ", "  "],
+        [" seal x  ", "  ", " 2026-03-01 "],
     ]
+    assert given.skipped() == "read without values of formulas, which no program has computed: e.xlsx"
+
+
+def test_tables_and_words_that_parsers_lose_are_read(tmp_path: Path) -> None:
+    """Cells that span rows or are not closed, powers, and what Word's file has moved, in a field and under ruby."""
+    cell = "<w:tc><w:tcPr>{}</w:tcPr><w:p><w:r>{}</w:r></w:p></w:tc>".format
+    words = "<w:t>{}</w:t>".format
+    power = f'<w:rPr><w:vertAlign w:val="superscript"/></w:rPr>{words(6)}'
+    ruby = f"<w:ruby><w:rt><w:r>{words('kan')}</w:r></w:rt><w:rubyBase><w:r>{words('字')}</w:r></w:rubyBase></w:ruby>"
+    rows = [
+        (cell("", words("kind")), cell("", words("max_size"))),
+        (cell('<w:vMerge w:val="restart"/>', words("seal")), cell("", words("10") + "</w:r><w:r>" + power)),
+        (cell("<w:vMerge/>", ""), cell("", words("9") + ruby)),
+    ]
+    table = "".join(f"<w:tr>{''.join(cells)}</w:tr>" for cells in rows)
+    moved = f"<w:moveTo><w:r>{words('Moved')}</w:r></w:moveTo>"
+    field = f"<w:fldSimple><w:r>{words(', 5')}</w:r></w:fldSimple>"
+    write_docx(tmp_path / "a.docx", f"<w:tbl>{table}</w:tbl><w:p>{moved}{field}</w:p>")
+    read = conversion.read_document(tmp_path / "a.docx")["text"]
+    assert read == "| kind | max_size |\n| --- | --- |\n| seal | 10^6 |\n| seal | 9字 |\n\nMoved, 5"
+    (tmp_path / "b.html").write_text(
+        "<table><caption>Sizes</caption><tr><td>kind<td>size<td>note<tr><td rowspan=2>seal<td>10<sup>6</sup>"
+        "<td rowspan=2>1<sup>st</sup><tr><td>9<tr><td>nut</table><ol><li>one<li>two</ol>"
+    )
+    assert conversion.read_document(tmp_path / "b.html")["text"] == (
+        "Sizes\n\n| kind | size | note |\n| --- | --- | --- |\n| seal | 10^6 | 1st |\n| seal | 9 | 1st |\n| nut |\n\n"
+        "1. one\n2. two"
+    )
 
 
 @pytest.mark.parametrize(
