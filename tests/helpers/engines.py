@@ -1,7 +1,7 @@
 """What every engine does, in one matrix: a class of tests for each engine takes it as its base."""
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -60,9 +60,14 @@ class EngineTests:
 
     def test_a_stream_that_is_left_ends(self, there: Decoder, prompts: list[Any]) -> None:
         got: list[Any] = []
-        cancel = begun(there, prompts[0], Sampling(max_tokens=400), got.append)
+        cancel: Future[Any] = Future()
+
+        def put(piece: Any) -> None:
+            got.append(piece)
+            cancel.result(WAIT)()
+
+        cancel.set_result(begun(there, prompts[0], Sampling(max_tokens=400), put))
         wait_for(lambda: got)
-        cancel()
         assert there.generate([QUESTION], Sampling(max_tokens=1))
         pieces = there.stream(QUESTION, Sampling(max_tokens=400))
         next(pieces)

@@ -10,9 +10,13 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Of a connection just closed: for a minute, who asks for any port does not get this one, and who names it does."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            probe.accept()[0].close()
+            client.recv(1)
+    return port
 
 
 @contextmanager

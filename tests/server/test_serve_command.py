@@ -55,11 +55,19 @@ def test_a_collection_without_soft_contexts_is_said_before_it_serves(
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no such signal")
 def test_a_hang_up_ends_it_as_sigterm_does(decoder: Decoder) -> None:
+    def hang_up(url: str) -> None:
+        try:
+            httpx.get(url, timeout=WAIT)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    def started(url: str) -> None:
+        threading.Thread(target=hang_up, args=[url]).start()
+
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    hang_up = threading.Timer(1, os.kill, (os.getpid(), signal.SIGHUP))
     try:
         with open_server_socket("127.0.0.1", 0, guarded=False) as listener:
-            run_server(create_app(decoder), listener, started=lambda url: hang_up.start())  # and it returns
+            run_server(create_app(decoder), listener, started=started)  # and it returns
     finally:
         signal.signal(signal.SIGHUP, before)
 

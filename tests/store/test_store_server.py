@@ -220,9 +220,10 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(
     assert store.get(["p1"])[0] is not None and httpx.Client.send is send
 
 
-def test_a_server_that_never_answers_is_given_up(liar: Liar) -> None:
-    store = opened(liar, "silent", read_timeout=0.5)
+def test_a_server_that_never_answers_is_given_up(liar: Liar, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(liar, "silent")
     add(store, 1)
+    monkeypatch.setattr(store._records, "_read_timeout", 0.3)  # in which a busy machine may not answer either
     answering = threading.Event()
 
     def change(path: str, answer: Any) -> Any:
@@ -233,7 +234,8 @@ def test_a_server_that_never_answers_is_given_up(liar: Liar) -> None:
     began = time.monotonic()
     with pytest.raises(StoreError, match=f"{liar.port} has not answered.*read_timeout"):
         store.get(["p0"])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     liar.change = None
     answering.set()
+    monkeypatch.undo()
     assert store.get(["p0"])[0] is not None
