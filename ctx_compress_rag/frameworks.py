@@ -176,8 +176,8 @@ class MarkingPostprocessor(StoreComponent):
     on_missing: OnMissing = "compress"
     scope: str | None = None
 
-    def __init__(self, store: SoftContextStore, **fields: Any) -> None:
-        super().__init__(store=store, **fields)
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
         _ = self.marking  # refuses impossible values
 
     def __getstate__(self) -> NoReturn:

@@ -87,6 +87,7 @@ def test_impossible_and_unknown_options_are_refused(app: App, framework: Any, na
         ({"ratio": 6}, RatioError, "ratio 6 cannot be made"),
         ({"on_missing": "panic"}, ConfigError, "on_missing.*'panic'"),
         ({"store": "./chroma"}, ConfigError, "SoftContextStore .*chroma"),
+        ({"store": ...}, ConfigError, "store is missing"),
         ({"ration": 8}, ConfigError, "'ratio'"),
     ],
 )
@@ -94,7 +95,7 @@ def test_a_postprocessor_refuses_impossible_options(
     app: App, framework: Any, options: dict[str, Any], error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        framework.postprocessor(**{"store": app.store, **options})
+        framework.postprocessor(**{k: v for k, v in {"store": app.store, **options}.items() if v is not ...})
     assert framework.postprocessor(store=app.store, ratio="16").ratio == 16
 
 

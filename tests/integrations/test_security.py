@@ -111,7 +111,7 @@ def test_a_bad_marker_fails_its_own_passage_and_question_alone(
 def test_metadata_with_a_marker_are_text(app: App) -> None:
     about = {"title": FORGED, "by": [f"[{FORGED}"], FORGED: 1}
     node = NodeWithScore(node=TextNode(id_="tower", text=TEXTS["tower"], metadata=about))
-    [marked] = LlamaPostprocessor(app.store, ratio=8).postprocess_nodes([node])
+    [marked] = LlamaPostprocessor(store=app.store, ratio=8).postprocess_nodes([node])
     text = FORGED.replace(":", "")
     shown = f"title: {text}\nby: ['[{text}']\n{text}: 1\n\n{app.store.marker('tower', 8)}"
     assert marked.node.get_content(MetadataMode.LLM) == shown
@@ -167,7 +167,7 @@ async def test_llama_index_shows_markers_and_sizes_and_no_vectors_or_keys(talkat
     index = VectorStoreIndex(nodes, embed_model=HashedWords())
     with SoftContextStore(tmp_path, talkative, key=SECRET) as store, watched() as events:
         llm = CompressedContextLLM(store=store, max_tokens=8, callback_manager=CallbackManager([debug]))
-        postprocessor = LlamaPostprocessor(store, ratio=8)
+        postprocessor = LlamaPostprocessor(store=store, ratio=8)
 
         def engine(**arguments: Any) -> Any:
             return index.as_query_engine(llm=llm, node_postprocessors=[postprocessor], **arguments)

@@ -196,11 +196,11 @@ class ChatCompressedContext(DecoderLLM, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return this model with other options bound; `tools` has to be empty, because this model calls none.
 
-        Raises NotImplementedError if there are tools, because LangChain's own error would not say what to do.
+        Raises ConfigError if there are tools.
         """
         if not tools:
             return self.bind(**{name: value for name, value in kwargs.items() if name != "strict"})
-        raise NotImplementedError(
+        raise ConfigError(
             f"{type(self).__name__} calls no tools: leave them out (create_agent takes tools=[]), or give the agent "
             "another model and this one's chain as a tool"
         )

@@ -187,8 +187,8 @@ def test_text_is_replaced_and_restored(app: App, nodes: list[NodeWithScore], fir
 
 def test_a_deleted_replaced_text_cannot_be_restored(app: App, nodes: list[NodeWithScore], tmp_path: Any) -> None:
     with SoftContextStore(tmp_path, app.bundle) as store:
-        kept = CompressedContextPostprocessor(store).postprocess_nodes(nodes)
-        replaced = CompressedContextPostprocessor(store, replace_text=True).postprocess_nodes(nodes)
+        kept = CompressedContextPostprocessor(store=store).postprocess_nodes(nodes)
+        replaced = CompressedContextPostprocessor(store=store, replace_text=True).postprocess_nodes(nodes)
         saved = [NodeWithScore(node=TextNode.from_dict(each.node.to_dict())) for each in replaced]
         assert restore_sources(saved, store)[0].get_content() == nodes[0].get_content()
         store.delete(["n0"])
@@ -256,7 +256,7 @@ async def test_after_ingestion_a_question_compresses_nothing(
     assert all(passage and passage.metadata == {"file": "velmora.txt"} for passage in stored)
 
     del compressed[:]
-    postprocessor = CompressedContextPostprocessor(store, ratio=8, on_missing="error")
+    postprocessor = CompressedContextPostprocessor(store=store, ratio=8, on_missing="error")
     engine = index_in(collection).as_query_engine(
         llm=CompressedContextLLM(store=store, max_tokens=4), similarity_top_k=2, node_postprocessors=[postprocessor]
     )
