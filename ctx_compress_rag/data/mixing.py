@@ -109,15 +109,14 @@ class _Mixer:
 
     def _padded(self, passage: str, file: int, own: Sequence[str], barred: Sequence[str]) -> str:
         """Return a short passage among other short passages of its file, and a long passage as it is."""
-        others = self.short[file]
-        if not self._is_short(passage) or len(others) < 2:
+        if not self._is_short(passage):
             return passage
         wanted = self.rng.randint(self.config.shortest, self.config.longest)
         sentences = [passage]
         for _ in range(_DRAWS):
             if sum(len(sentence.split()) for sentence in sentences) >= wanted:
                 break
-            drawn = self.rng.choice(others)
+            drawn = self.rng.choice(self.short[file])
             if drawn not in sentences and drawn not in own and not (barred and mentions_answer(drawn, barred)):
                 sentences.insert(self.rng.randint(0, len(sentences)), drawn)
         return " ".join(sentences)

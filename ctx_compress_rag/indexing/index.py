@@ -7,7 +7,6 @@ langchain-chroma and LlamaIndex can open it. The soft contexts are beside it (`S
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -42,14 +41,15 @@ class WordSearch:
         with needs("sentences"):
             import bm25s
         logging.getLogger("bm25s").setLevel(logging.WARNING)  # its own is DEBUG, whatever the app's is
-        self._texts = [text for text in texts if re.search(_WORD, text)]  # BM25 divides by the number of words
-        self._index = bm25s.BM25()
-        if self._texts:
-            self._index.index(self._words(self._texts), show_progress=False)
+        self._texts = list(texts)
+        words = self._words(self._texts)
+        self._index = bm25s.BM25() if words.vocab else None  # which divides by the number of words
+        if self._index:
+            self._index.index(words, show_progress=False)
 
     def leading(self, question: str) -> list[str]:
         """Return the at most three texts whose scores are far above those of all others, the best first, or none."""
-        if not self._texts:
+        if not self._index:
             return []
         most = min(_LEADS + 1, len(self._texts))
         places, scores = self._index.retrieve(self._words([question]), k=most, show_progress=False)

@@ -179,8 +179,7 @@ class PublishedCheckpoint:
 
     def reference(self, key: str) -> dict[str, Any]:
         """Return the settings with which a config names this transformers folder, its hub id or path under `key`."""
-        named = {key: self.name, "revision": self.revision, "subfolder": self.subfolder.strip("/") or None}
-        return {name: value for name, value in named.items() if value is not None}
+        return {key: self.name, "revision": self.revision, "subfolder": self.subfolder.strip("/") or None}
 
     def __str__(self) -> str:
         return f"{self.name}/{self.subfolder}".rstrip("/")

@@ -3,6 +3,7 @@
 import json
 import lzma
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def test_jsonl_round_trip_and_grouping(tmp_path: Path) -> None:
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: str, said: str) -> None:
     good = json.dumps({"question": "Q", "answers": ["a"], "context": "c"})
-    (tmp_path / "data.jsonl").write_text(f"{good}\n{row}\n")
-    with pytest.raises(DataError, match=f"data.jsonl:2: .*{said}"):
+    (tmp_path / "data.jsonl").write_text(f"{good}\n\n{row}\n")
+    with pytest.raises(DataError, match=f"data.jsonl:3: .*{said}"):
         read_jsonl(tmp_path / "data.jsonl")
 
 
@@ -98,7 +99,8 @@ def test_training_leaves_out_held_out_questions_and_passages(tmp_path: Path, cap
     text = tmp_path / "text.txt"
     text.write_text(f"{'Nothing of it. ' * 20}\n{PARAGRAPH}\n")
     data = {
-        "files": [str(write(tmp_path / "train.jsonl", [*good, question, passage]))],
+        "files": [str(write(tmp_path / "train.jsonl", [*good, question, passage, row("word " * 1001)]))],
+        "most_words": 1000,
         "texts": [{"file": str(text), "words": 40}],
         "held_out": [str(write(tmp_path / "dev.jsonl", [row(PARAGRAPH, QUESTION)]))],
     }
@@ -200,7 +202,7 @@ def test_mixed_prompts_hold_their_answers_or_say_that_they_do_not(seed: int) -> 
     )
     assert sorted(e.turns[0].question for e in mixed) == sorted(e.turns[0].question for e in SHORT + LONG)
     right = {e.turns[0].question: e for e in SHORT + LONG}
-    declined = 0
+    declined, places = 0, set()
     for example in mixed:
         [turn] = example.turns
         source = right[turn.question]
@@ -211,11 +213,15 @@ def test_mixed_prompts_hold_their_answers_or_say_that_they_do_not(seed: int) -> 
             assert normalize_answer(source.turns[0].answers[0]) not in text
         else:
             assert turn.answers == source.turns[0].answers
-            assert sum(source.passages[0] in p for p in example.passages) == 1
+            [place] = [i for i, p in enumerate(example.passages) if source.passages[0] in p]
+            places.add(place)
+        if turn.question[0] == "P":  # of the file whose passages are not padded
+            others = [int(i) for i in re.findall(r"Long (\d+)", " ".join(example.passages))]
+            assert all(abs(i - int(turn.question[1:])) <= 30 for i in others)
         assert all(20 <= len(p.split()) <= 70 for p in example.passages)
         assert len(set(example.passages)) == len(example.passages)
     assert 0.2 < declined / len(mixed) < 0.4
-    assert {len(e.passages) for e in mixed} == {1, 2, 4}
+    assert {len(e.passages) for e in mixed} == {1, 2, 4} and places == {0, 1, 2, 3}
 
 
 def test_without_settings_mixing_only_changes_the_order() -> None:

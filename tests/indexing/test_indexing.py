@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -24,7 +25,7 @@ from ctx_compress_rag.indexing.build import IndexReport, update_index
 from ctx_compress_rag.indexing.chunking import chunk_text
 from ctx_compress_rag.indexing.demo import run_demo, wikipedia_corpus
 from ctx_compress_rag.indexing.fit import IndexFit
-from ctx_compress_rag.indexing.index import PassageIndex, inspect_index, open_index
+from ctx_compress_rag.indexing.index import PassageIndex, WordSearch, inspect_index, open_index
 from ctx_compress_rag.indexing.inputs import IndexInput, open_index_input
 from ctx_compress_rag.text.answers import token_f1
 from helpers.cli import contents, paragraphs, write_docs, write_documents
@@ -342,6 +343,8 @@ def test_a_named_part_comes_first_and_copies_take_one_place(index: PassageIndex,
         [vector @ v for v in others], abs=1e-4
     )
     assert [hit.text for hit in index.search(["."], 1)[0]]  # without words
+    with warnings.catch_warnings(action="error"):
+        assert WordSearch(["Of the.", "..."]).leading("Of?") == []
 
     (docs / "new.txt").write_text("Gasket ZZ-1 is blue.")
     with open_index(tmp_path / "chroma") as other:

@@ -341,7 +341,7 @@ def test_tables_and_words_that_parsers_lose_are_read(tmp_path: Path) -> None:
             True,
         ),
         ("part\tprice\tnote\nQX-9\t\tsold\n\t2\t\n", ["QX-9||sold", "|2|"], True),
-        ("part|price\n1,5|2,5\n", ["1,5|2,5"], True),
+        ("part|price\n\n1,5|2,5\n", ["1,5|2,5"], True),
         ("\ufeffsep=;\r\npart;price\r\n1,5;2;\r\n", ["1,5|2|"], True),
         ('part,note\n"a;b","c;\nd"\n', ["a;b|c; d"], True),
         ("part\nnut\n", ["nut"], True),
