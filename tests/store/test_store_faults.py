@@ -27,7 +27,6 @@ from ctx_compress_rag.store.collection import ChromaCollection
 from ctx_compress_rag.store.key import KEY_FILE
 from ctx_compress_rag.store.place import (
     ACCESS_FILE,
-    DEFAULT_TIMEOUT,
     DRAFT,
     LOCK_FILE,
     TURN_FILE,
@@ -170,7 +169,7 @@ time.sleep(0.5)
 for turn in range(4):
     if not (child := os.fork()):
         import signal
-        signal.alarm(60)  # what hangs is killed
+        signal.alarm(10)  # what hangs is killed
         wrong = 2
         for use in (lambda: opened.get(["p0"]), lambda: SoftContextStore(folder / "own", WordBundle())):
             try:
@@ -316,7 +315,7 @@ def test_a_reader_does_without_the_lock_and_a_writer_waits_for_it(tmp_path: Path
                 began = time.monotonic()
                 with pytest.raises(StoreLockedError, match=str(tmp_path)):
                     refused()
-                assert 0.2 <= time.monotonic() - began < DEFAULT_TIMEOUT
+                assert 0.2 <= time.monotonic() - began < 5
             assert bundle.calls == []  # refused before the work
             assert store.delete(["none"]) == 0
         assert add(store, 3) == AddReport(added=1, updated=0, unchanged=2)
@@ -329,8 +328,8 @@ def test_a_reader_waits_for_the_write_in_progress_and_a_writer_for_no_new_reader
         add(store, 1)
         for file in (ACCESS_FILE, TURN_FILE):  # an engine at work; a writer that waits for it to be done
             with held_lock(tmp_path, file), monkeypatch.context() as patched:
-                patched.setattr(store._records, "_read_timeout", 0.3)  # in which a busy machine may not open a store
-                with pytest.raises(StoreError, match="reading or writing|has not answered"):
+                patched.setattr(store._records, "_read_timeout", 1.0)  # not while it opens, on a busy machine
+                with pytest.raises(StoreLockedError, match="reading or writing"):
                     store.get(["p0"])
         assert_same(store.get(["p0"])[0], bundle.at(passage(0), 4))
         with ThreadPoolExecutor(1) as pool, lock_store_folder(tmp_path / ACCESS_FILE):

@@ -234,7 +234,7 @@ def test_yaml_that_unfolds_to_gigabytes_is_refused_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match="seed"):
         parse_recipe({"stage": "teacher", "seed": yaml.safe_load("\n".join(lines))["j"]}, "test")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 5
 
 
 def test_a_lora_teacher_reads_full_text_in_the_bundle(decoder: Path, tmp_path: Path) -> None:
