@@ -116,6 +116,8 @@ _NO_SPACE = {"add_prefix_space": False, "prepend_scheme": "never"}
 # A small decoder that may write extra white space writes nothing else.
 _FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+
 
 def json_schema_text(schema: object) -> object:
     """Return a JSON schema (a dict, or its JSON) as JSON, and anything else unchanged, for pydantic to refuse."""
@@ -136,7 +138,10 @@ def requested_json_schema(response_format: object) -> Any:
 
 
 def closed_json_schema(schema: str) -> Any:
-    """Return `schema` without fields that it does not name, because a small decoder never stops adding such fields."""
+    """Return `schema` without fields that it does not name, which a small decoder never stops adding.
+
+    A format that llguidance does not know leaves: JSON Schema calls it a note, and pydantic writes one for `Path`.
+    """
     try:
         return _closed(json.loads(schema))
     except (ValueError, RecursionError) as error:
@@ -197,6 +202,8 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     closed = {name: _closed(value) for name, value in schema.items()}
+    if closed.get("type") == "string" and closed.get("format") not in _FORMATS:
+        closed.pop("format", None)
     return {"additionalProperties": False, **closed} if isinstance(closed.get("properties"), dict) else closed
 
 

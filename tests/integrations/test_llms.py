@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -293,8 +294,10 @@ async def test_a_pydantic_class_a_typed_dict_a_schema_and_a_tool(app: App, llm: 
     line = {"type": "string", "maxLength": 3}
     lines = {"title": "Lines", "type": "array", "items": line, "minItems": 2, "maxItems": 3}
     none = {"title": "Year", "anyOf": [{"type": "null"}]}
-    for plain, kind in ((referring, bool), (lines, list), (none, type(None)), ({"enum": ["stone"]}, str)):
+    path = {"type": "string", "format": "path", "maxLength": 3}  # pydantic's for a Path: a note, not a restriction
+    for plain, kind in ((referring, bool), (lines, list), (none, type(None)), ({"enum": ["stone"]}, str), (path, str)):
         assert isinstance(llm.with_structured_output(plain).invoke("The tower?"), kind)
+    date.fromisoformat(llm.with_structured_output({"type": "string", "format": "date"}).invoke("The tower?"))
 
 
 def test_the_raw_message_and_what_went_wrong(llm: ChatCompressedContext) -> None:
