@@ -40,7 +40,7 @@ PARTNERS = {
 OWNERS = {"llama_cpp": ["llama-cpp-python"]} | importlib.metadata.packages_distributions()  # installed apart
 EXTRAS = PROJECT["optional-dependencies"]
 ORDER = [
-    "errors", "strict", "process_bound", "prompt", "soft_context", "text", "models", "data",
+    "errors", "strict", "process_bound", "drafts", "prompt", "soft_context", "text", "models", "data",
     "methods", "bundle", "published", "store", "decoding", "marking", "frameworks", "evaluation", "indexing",
     "training", "server", "adaptation", "cli",
 ]  # fmt: skip

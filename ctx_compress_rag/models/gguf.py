@@ -10,7 +10,6 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, Self
 
 import torch
@@ -18,6 +17,7 @@ from pydantic import Field, model_validator
 from safetensors import SafetensorError
 
 import ctx_compress_rag
+from ctx_compress_rag.drafts import draft
 from ctx_compress_rag.errors import BundleError, needs
 from ctx_compress_rag.models.gguf_tensors import read_gguf
 from ctx_compress_rag.models.identity import file_sha256
@@ -132,10 +132,9 @@ def open_gguf(file: Path, tokenizer: str | None = None) -> tuple[Any, Any, Calla
 def _keep(model: Any, tokenizer: Any, folder: Path) -> None:
     """Save an unpacked decoder, whole or not at all."""
     try:
-        with TemporaryDirectory(dir=folder.parent) as part:
-            model.save_pretrained(whole := Path(part, "whole"))
-            tokenizer.save_pretrained(whole)
-            whole.rename(folder)
+        with draft(folder) as made:
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
     except (OSError, SafetensorError) as error:
         if not folder.is_dir():  # else another process was faster
             logger.warning("%s will be unpacked again at the next start: cannot keep it (%s)", folder.name, error)
@@ -166,11 +165,10 @@ def _joined(packages: Sequence[str], file: str) -> Path:
     version = "-".join(importlib.metadata.version(package) for package in packages)
     whole = Path(cached_assets_path("ctx_compress_rag", "joined", f"{packages[0]}-{version}"), file)
     if not whole.exists():
-        with NamedTemporaryFile(dir=whole.parent, delete=False) as part:
+        with draft(whole) as made, made.open("wb") as joined:
             for piece in pieces:
                 with piece.open("rb") as stream:
-                    shutil.copyfileobj(stream, part)
-        Path(part.name).rename(whole)
+                    shutil.copyfileobj(stream, joined)
     return whole
 
 

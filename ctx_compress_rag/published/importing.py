@@ -2,15 +2,14 @@
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from ctx_compress_rag.bundle.bundle import Bundle
 from ctx_compress_rag.bundle.config import BundleConfig, BundleSource
 from ctx_compress_rag.bundle.files import CONFIG_FILE, DECODER_FOLDER, adapter_layers
+from ctx_compress_rag.drafts import draft
 from ctx_compress_rag.errors import BundleError, ConfigError
 from ctx_compress_rag.models.identity import decoder_files_digest, model_folder_digest
 from ctx_compress_rag.published.format import ConvertedCheckpoint, PublishedDecoder, PublishedFormat
@@ -93,13 +92,8 @@ class PublishedImport:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} has files: give a new folder")
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as made:
-                self._write(Path(made), copy)
-                Path(made).chmod(0o755)
-                with suppress(FileNotFoundError):
-                    folder.rmdir()
-                Path(made).rename(folder)
+            with draft(folder) as made:
+                self._write(made, copy)
         except OSError as error:
             raise BundleError(f"cannot write the bundle {folder}: {error}; free space, or choose another") from error
 

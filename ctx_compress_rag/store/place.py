@@ -26,6 +26,7 @@ from chromadb.api.client import Client
 from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 from chromadb.errors import NotFoundError
 
+from ctx_compress_rag.drafts import draft
 from ctx_compress_rag.errors import ConfigError, CtxCompressError, StoreError, StoreLockedError, StoreWriteError
 from ctx_compress_rag.store.chroma_internals import (
     check_chroma_not_forked,
@@ -247,20 +248,14 @@ class StoreFolder(StorePlace):
         """
         if target.exists() or target.resolve().is_relative_to(self.folder):
             raise StoreError(f"cannot copy to {str(target)!r}: give a folder outside the store that does not exist yet")
-        draft: Path | None = None
         with self._alone(timeout):
             self.close()
+            left_out = shutil.ignore_patterns(LOCK_FILE, TURN_FILE, ACCESS_FILE, f"*{DRAFT}")
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-                left_out = shutil.ignore_patterns(LOCK_FILE, TURN_FILE, ACCESS_FILE, f"*{DRAFT}")
-                shutil.copytree(self.folder, draft, ignore=left_out, dirs_exist_ok=True)
-                draft.rename(target)
+                with draft(target) as copy:
+                    shutil.copytree(self.folder, copy, ignore=left_out)
             except (OSError, shutil.Error) as error:
                 raise StoreError(f"cannot copy {self.where} to {str(target)!r} ({error}): check its disk") from error
-            finally:
-                if draft is not None:
-                    shutil.rmtree(draft, ignore_errors=True)
 
     @contextmanager
     def _shared(self, timeout: float) -> Iterator[None]:

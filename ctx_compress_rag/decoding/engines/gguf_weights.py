@@ -5,7 +5,6 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -22,6 +21,7 @@ from ctx_compress_rag.decoding.engines.llama_cpp_context import KEPT, load_llama
 from ctx_compress_rag.decoding.engines.llama_cpp_proof import REMEDY, TOKENS, distance, scores_of, spread
 from ctx_compress_rag.decoding.engines.protocol import EngineOptions
 from ctx_compress_rag.decoding.export import plain_reader
+from ctx_compress_rag.drafts import draft
 from ctx_compress_rag.errors import BundleError, ConfigError, needs
 from ctx_compress_rag.models.gguf import GgufDecoder, gguf_file
 from ctx_compress_rag.models.gguf_tensors import changed, file_changes
@@ -72,9 +72,8 @@ def gguf_weights(bundle: Bundle, weights: str) -> Path:
     if not folder.is_dir():
         logger.info("writing %s for llama.cpp: once for this bundle", folder)
         try:
-            with TemporaryDirectory(dir=folder.parent) as part:
-                export_for_llama_cpp(bundle, Path(part, "new"), weights)
-                Path(part, "new").rename(folder)
+            with draft(folder) as made:
+                export_for_llama_cpp(bundle, made, weights)
         except OSError as error:
             if not folder.is_dir():  # else another process was faster
                 raise ConfigError(f"cannot write {folder} ({error}): free some space, or export elsewhere") from error
@@ -89,16 +88,15 @@ def export_for_llama_cpp(bundle: Bundle, folder: Path, weights: str = "BF16", co
     if not bundle.compressor.needs_question:
         write_exported_bundle(bundle, folder, digests, longest(bundle.backbone.config.get_text_config(), bundle.window))
     for side in digests:
-        with TemporaryDirectory(dir=folder) as part:
-            plain = Path(part, "f32.gguf")
+        with draft(folder / f"{side}.gguf") as made:
+            plain = made.with_name("f32.gguf")
             if isinstance(decoder, GgufDecoder):
                 _write(bundle, gguf_file(decoder, bundle.config.revision), _added(bundle, side), side, plain)
             else:
-                write_checkpoint(bundle, side, Path(part, side))
-                convert_checkpoint(Path(str(converter)), Path(part, side), plain)
+                write_checkpoint(bundle, side, made.with_name(side))
+                convert_checkpoint(Path(str(converter)), made.with_name(side), plain)
             _check_scores(bundle, side, plain)
-            _quantize(plain, Path(part, "done.gguf"), weights)
-            Path(part, "done.gguf").rename(folder / f"{side}.gguf")
+            _quantize(plain, made, weights)
 
 
 def longest(config: Any, window: int | None) -> int | None:
