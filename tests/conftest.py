@@ -13,15 +13,14 @@ import pytest
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = os.devnull
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"
+os.environ["OMP_NUM_THREADS"] = "1"  # of torch and NumPy: those of one process would wait for those of the other
 gc.disable()  # what imports make stays: looking through it again and again takes a fifth of their time
 
 
 @cache
 def prepare() -> None:
-    import torch
     from hypothesis import HealthCheck, settings
 
-    torch.set_num_threads(1)
     settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     settings.load_profile("quick")
 

@@ -108,13 +108,11 @@ def run_by(count: int, *tasks: tuple[Any, ...]) -> None:
 def run_tasks(tasks: list[Any]) -> None:
     """What one of the processes does; the environment says which it is."""
     import pytest
-    import torch
 
     from ctx_compress_rag.errors import TimeUpError
     from ctx_compress_rag.training.run import run_recipe
     from helpers.training import killed
 
-    torch.set_num_threads(1)
     for what, recipe, *after in tasks:
         if what == "kill":
             with killed(after[0]):
