@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -419,6 +420,22 @@ def test_unwritten_result_is_saved_later_without_further_steps(decoder: Path, wh
     in_the_way.rmdir()
     run_recipe(recipe)
     assert report(tmp_path / "cut")["steps"] == 6
+    _assert_the_same(whole, tmp_path / "cut")
+
+
+def test_a_damaged_checkpoint_is_named(decoder: Path, whole: Path, tmp_path: Path) -> None:
+    recipe, last = _recipe(decoder, tmp_path / "cut"), tmp_path / "cut" / "checkpoints" / "checkpoint-4"
+    with killed(after=5):
+        run_recipe(recipe)
+    for file in (files := sorted(last.iterdir())):
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(ConfigError, match=r"checkpoint-4 is damaged: delete it"):
+            run_recipe(recipe)
+        file.write_bytes(content)
+    assert len(files) == 4
+    shutil.rmtree(last)
+    run_recipe(recipe)
     _assert_the_same(whole, tmp_path / "cut")
 
 
