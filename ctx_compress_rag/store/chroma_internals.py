@@ -2,6 +2,8 @@
 
 import logging
 import os
+import pickletools
+from collections import deque
 from pathlib import Path
 
 import chromadb
@@ -29,10 +31,10 @@ def drop_cut_indexes(folder: Path) -> None:
     Chroma then begins the index anew, without records that are no longer in its log (`ChromaCollection.unsearchable`).
     """
     for path in folder.glob("*/index_metadata.pickle"):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 1))
-            whole = file.read() == b"."  # the opcode that ends every pickle
-        if not whole:
+        try:
+            with path.open("rb") as file:
+                deque(pickletools.genops(file), maxlen=0)  # reads all, and executes nothing
+        except ValueError:
             logger.warning("deleted %s, which a killed process had begun to write: searches may miss records", path)
             path.unlink()
 
