@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # llama-index-core 0.14.25. Guesses: SentenceSplitter cuts too long a sentence between words; HTMLNodeParser keeps a
 # page's words in order; MarkdownNodeParser takes no "#" in a block of code for a heading; JSONNodeParser keeps every
-# field. Seen: "$3.14" is cut after "3."; "not" leaves its sentence for a passage of its own, and tables, plain blocks and
-# text after a list are lost; code between "~~~" has headings; fields with an empty object or list are lost.
+# field. Seen: "$3.14" is cut after "3."; "not" leaves its sentence for a passage of its own, and tables, plain blocks
+# and text after a list are lost; code between "~~~" has headings; fields with an empty object or list are lost.
 set -euo pipefail
 folder=$(mktemp -d); trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
