@@ -2,8 +2,8 @@
 # xgrammar 0.2.9, JSON Schemas. Guesses: whatever the schema, an answer is JSON; a field that is `required` must be
 # there; an escape such as \n is one character of a string's length; what it cannot do raises an error. Seen: a pattern
 # with a quote allows the quote as it is, which is no JSON, and refuses the escaped one; a required field that is not
-# among `properties` is forbidden, so that only {} remains; strings with a length may have no escapes; `not`, `if`,
-# uniqueItems and bounds beside $ref are dropped without a word.
+# among `properties` is forbidden, so that {} remains; strings with a length may have no escapes; `if` and bounds beside
+# $ref are dropped without a word.
 set -euo pipefail
 folder=$(mktemp -d); trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
@@ -26,9 +26,7 @@ cases = [
     ({"type": "object", "required": ["z"]}, '{"z":1}'),
     ({"type": "object", "required": ["z"]}, "{}"),
     ({"type": "string", "maxLength": 3}, r'"a\nb"'),
-    ({"not": {"type": "string"}}, '"a"'),
     (integer | {"if": integer, "then": {"minimum": 3}}, "1"),
-    ({"type": "array", "items": integer, "uniqueItems": True}, "[1, 1]"),
     ({"$defs": {"number": integer}, "$ref": "#/$defs/number", "maximum": 5}, "6"),
 ]
 
@@ -51,12 +49,3 @@ for schema, answer in cases:
     assert seen[0] != seen[1]
 PYTHON
 # Output of 2026-11-30:
-# {"type": "string", "pattern": "^a\"b$"}: "a"b" allowed True, valid False
-# {"type": "string", "pattern": "^a\"b$"}: "a\"b" allowed False, valid True
-# {"type": "object", "required": ["z"]}: {"z":1} allowed False, valid True
-# {"type": "object", "required": ["z"]}: {} allowed True, valid False
-# {"type": "string", "maxLength": 3}: "a\nb" allowed False, valid True
-# {"not": {"type": "string"}}: "a" allowed True, valid False
-# {"type": "integer", "if": {"type": "integer"}, "then": {"minimum": 3}}: 1 allowed True, valid False
-# {"type": "array", "items": {"type": "integer"}, "uniqueItems": true}: [1, 1] allowed True, valid False
-# {"$defs": {"number": {"type": "integer"}}, "$ref": "#/$defs/number", "maximum": 5}: 6 allowed True, valid False
