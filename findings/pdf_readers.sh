@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# pypdf 7.1.1 and pdfminer.six 20260107. Guesses: both modes of pypdf read the same words, and a glyph of small capitals,
-# "A.sc", as "A"; pdfminer keeps words whole where letters are a tenth of their size apart, and reads byte 173 of
+# pypdf 7.1.1 and pdfminer.six 20260107. Guesses: both modes of pypdf read the same words, and small capitals' "A.sc"
+# as "A"; pdfminer keeps words whole where letters are a tenth of their size apart, and reads byte 173 of
 # WinAnsiEncoding as the hyphen that it is. Seen: pypdf's layout mode leaves out the text of form XObjects, and "A.sc"
 # stays as "/A.sc"; pdfminer makes "Ann ua l re port" of "Annual report", and "well known" of "well-known".
 set -euo pipefail

@@ -49,3 +49,10 @@ for schema, answer in cases:
     assert seen[0] != seen[1]
 PYTHON
 # Output of 2026-11-30:
+# {"type": "string", "pattern": "^a\"b$"}: "a"b" allowed True, valid False
+# {"type": "string", "pattern": "^a\"b$"}: "a\"b" allowed False, valid True
+# {"type": "object", "required": ["z"]}: {"z":1} allowed False, valid True
+# {"type": "object", "required": ["z"]}: {} allowed True, valid False
+# {"type": "string", "maxLength": 3}: "a\nb" allowed False, valid True
+# {"type": "integer", "if": {"type": "integer"}, "then": {"minimum": 3}}: 1 allowed True, valid False
+# {"$defs": {"number": {"type": "integer"}}, "$ref": "#/$defs/number", "maximum": 5}: 6 allowed True, valid False
