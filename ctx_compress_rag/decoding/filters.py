@@ -193,7 +193,7 @@ class JsonFilter:
 
 
 def _refused(schema: str, said: object) -> ConfigError:
-    return ConfigError(f"json_schema={schema[:80]}: {said}")
+    return ConfigError(f"json_schema={schema[:80]}: {said}; change the schema")
 
 
 def _closed(schema: Any) -> Any:

@@ -161,7 +161,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"tools": [{"type": "function"}]}, "tools=[{'type': 'function'}]"),
         ({"response_format": {"type": "xml"}}, "response_format={'type': 'xml'}"),
         ({"response_format": {"type": "json_schema"}}, "response_format={'type': 'json_schema'}"),
-        ({"response_format": json_format({"type": "nothing"})}, "json_schema"),
+        ({"response_format": json_format({"type": "nothing"})}, "change the schema"),
         ({"response_format": json_format({"enum": ["x" * 99] * 700})}, "over 65536"),
         ({"response_format": json_format(nested(400))}, "recursion"),
         ({"response_format": json_format({"$ref": "http://somewhere/else"})}, "json_schema"),
