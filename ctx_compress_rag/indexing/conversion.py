@@ -58,6 +58,8 @@ def read_document(path: Path) -> dict[str, Any]:
                 about = StreamInfo(extension=suffix, charset="utf-8" if kind == "Csv" else None)
                 # A slide's text has a vertical tab where a line is broken.
                 text = getattr(converters, f"{kind}Converter")().convert(file, about).markdown.replace("\v", " ")
+                if kind == "Pdf":
+                    text = "\n".join([text, *_filled_in(file)])
     except OSError as error:
         return {"error": f"it cannot be read ({error.strerror})"}
     except MemoryError:
@@ -178,6 +180,29 @@ def _sheets(file: BinaryIO) -> Iterator[str]:
 def _cell(value: object) -> str:
     """Return a cell's value without the time of a mere date, and without the breaks that openpyxl leaves escaped."""
     return "" if value is None else re.sub("_x000[BD]_", " ", str(value).removesuffix(" 00:00:00"))
+
+
+def _filled_in(file: BinaryIO) -> Iterator[str]:
+    """Yield what was typed or chosen in each field of a PDF's form, after its label; the page's text lacks both."""
+    from pdfminer.pdfdocument import PDFDocument
+    from pdfminer.pdfparser import PDFParser
+    from pdfminer.pdftypes import resolve1
+    from pdfminer.psparser import literal_name
+    from pdfminer.utils import decode_text
+
+    def filled_in(fields: Any, label: str = "") -> Iterator[str]:
+        for field in map(resolve1, resolve1(fields) or ()):
+            own = resolve1(field.get("TU") or field.get("T"))
+            own = label if own is None else decode_text(own)
+            chosen = resolve1(field.get("V"))
+            values = [resolve1(each) for each in (chosen if isinstance(chosen, list) else [chosen])]
+            said = [decode_text(each) if isinstance(each, bytes) else literal_name(each) for each in values if each]
+            if any(each not in ("", "Off") for each in said):
+                yield f"{own}: {', '.join(said)}"
+            yield from filled_in(field.get("Kids"), own)
+
+    form = resolve1(PDFDocument(PDFParser(file)).catalog.get("AcroForm")) or {}
+    return filled_in(form.get("Fields"))
 
 
 def _without_values(file: BinaryIO) -> bool:

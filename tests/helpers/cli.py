@@ -65,12 +65,17 @@ def write_docx(path: Path, body: str, **more: str) -> None:
 
 
 def write_pdf(
-    path: Path, drawn: bytes, about: str = "", font: str = "/Type1 /BaseFont /Helvetica", trailer: str = ""
+    path: Path,
+    drawn: bytes,
+    about: str = "",
+    font: str = "/Type1 /BaseFont /Helvetica",
+    trailer: str = "",
+    form: str = "",
 ) -> None:
-    """A PDF of one page that draws so, with these entries for its stream, its font and at its end."""
+    """A PDF of one page that draws so, with these entries for its stream, its font, at its end and in its form."""
     resources = f"<< /Font << /F1 << /Type /Font /Subtype {font} >> >> >>"
     objects = [
-        "<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Catalog /Pages 2 0 R /AcroForm << {form} >> >>",
         "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
         f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources {resources} >>",
         f"<< /Length {len(drawn)} {about} >>\nstream\n{drawn.decode('latin-1')}\nendstream",

@@ -266,6 +266,18 @@ def test_what_documents_are_read_without_is_said(tmp_path: Path, caplog: pytest.
     assert "OCR" in said["scan.pdf"] and "3 of its glyphs" in said["glyphs.pdf"]
 
 
+def test_what_was_filled_in_a_pdf_s_form_is_read(tmp_path: Path) -> None:
+    town = "<< /TU (Your town) /T (f1) /V <feff004200f8> /Kids [<< /Subtype /Widget >>] >>"
+    chosen = (
+        "<< /T (agreed) /V /Yes >> << /T (other) /V /Off >> << /T (colors) /V [(red) (blue)] >> << /T (none) /V () >>"
+    )
+    fields = f"<< /T (pump) /V (Orla 5000) >> << /T (address) /Kids [{town} << /V (7) >>] >> {chosen}"
+    write_pdf(tmp_path / "form.pdf", SAID.format("(The form.)").encode(), form=f"/Fields [{fields}]")
+    [found] = open_index_input(tmp_path).texts()
+    said = " ".join(found.text.split())
+    assert said == "The form. pump: Orla 5000 Your town: B\u00f8 address: 7 agreed: Yes colors: red, blue"
+
+
 def test_tables_slides_and_other_texts_are_read(tmp_path: Path) -> None:
     import openpyxl
     import pptx

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 from copy import deepcopy
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from helpers.ram import KEY, PASSAGES, close_bundle, close_store
 from helpers.ram import QUESTION as RAM_QUESTION
 from llama_index.postprocessor.ctx_compress import CompressedTextNode, restore_sources
 
-STRICT = JsonPlusSerializer(allowed_msgpack_modules=None)
+RESTRICTION = "allowed_msgpack_modules"  # which langgraph-checkpoint 2 does not have
+restricted: Any = {RESTRICTION: None} if RESTRICTION in signature(JsonPlusSerializer).parameters else {}
+STRICT = JsonPlusSerializer(**restricted)
 DOCUMENTS = {
     "langgraph": lambda each: STRICT.loads_typed(STRICT.dumps_typed(each)),
     "load": lambda each: loads(dumps(each), allowed_objects=[Document]),
