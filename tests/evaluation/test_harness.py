@@ -85,6 +85,7 @@ def test_each_way_to_spend_the_budget_gets_as_many_tokens(tiny_bundle: Any, monk
     assert next(stores, None) is None
     one = questions_of(world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     assert compared_systems(tiny_bundle, one) == [FULL, NONE, SOFT, TRUNCATED, EXTRACTED]
+    assert compared_systems(tiny_bundle, QUESTIONS, sentences=False) == [FULL, NONE, SOFT, TRUNCATED]
 
 
 def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path, monkey
     assert {name: len(questions) for name, questions in sets.items()} == {"set1": 3, "set2": 5}
     assert len(fitting_questions(tiny_bundle, sets["set2"])) == 4
     scored = evaluate_sets(tiny_bundle, sets, (4, 32), tmp_path / "out", sentences=False, max_tokens=4)
-    assert "3 questions from set1" in scored["set1"].text
+    assert "3 questions from set1" in scored["set1"].text and scored["set1"].scores[0].declined is None
     assert "4 questions from set2 (1 are longer than the window); not trained for 32x" in scored["set2"].text
     saved = json.loads((tmp_path / "out" / "set2" / "scores.json").read_text())
     assert (saved["questions"], saved["too_long"], saved["fingerprint"]) == (4, 1, tiny_bundle.fingerprint)
@@ -161,6 +162,8 @@ def test_several_files_are_scored_apart(tiny_bundle: Any, tmp_path: Path, monkey
 
 def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path) -> None:
     examples = world_examples("test", 0, 12, max_turns=1, passages=(1,))
+    [first] = examples[0].passages
+    examples.append(Example((first, f"{first} It is so."), (Turn("so?", ("yes",)),)))  # the second has another's answer
     examples.append(Example(tuple(f"own {n}" for n in range(6)), (Turn("own?", ("a",)),)))
     write_jsonl(tmp_path / "set.jsonl", examples)
     [asked] = question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4).values()
@@ -170,11 +173,11 @@ def test_a_question_s_passage_stands_among_its_nearest_neighbors(tmp_path: Path)
     vectors = dict(zip(written, embed_passages(written), strict=True))
     places = set()
     for q, example in zip(asked[:-1], examples, strict=False):
-        [own] = example.passages
-        others = [p for p in written if p != own and not mentions_answer(p, q.answers)]
-        nearest = sorted(others, key=lambda other: -float(vectors[own] @ vectors[other]))[:3]
-        assert sorted(q.passages) == sorted([own, *nearest])
-        places.add(q.passages.index(own))
+        own = example.passages
+        others = [p for p in written if p not in own and not mentions_answer(p, q.answers)]
+        nearest = sorted(others, key=lambda other: -float(vectors[own[0]] @ vectors[other]))[: 4 - len(own)]
+        assert sorted(q.passages) == sorted([*own, *nearest])
+        places.add(q.passages.index(own[0]))
     assert places == {0, 1, 2, 3}
     assert question_sets([str(tmp_path / "set.jsonl")], 1000, passages=4)["set"] == asked
 
