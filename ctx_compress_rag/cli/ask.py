@@ -44,8 +44,6 @@ def ask(
     """
     from ctx_compress_rag.indexing.index import open_index
 
-    if question is not None and not question.strip():
-        raise ConfigError("the question is empty: ask something")
     shared.check_options_apart(ratio=ratio, token_budget=token_budget, text=text)
     shared.check_options_apart(text_share=text_share, text=text)
     options = shared.engine_options(engine, server_key, weights=weights)
@@ -94,10 +92,9 @@ def _print(pieces: Iterator["str | Generation"], sources: Sequence[Mapping[str, 
             begun = begun or bool(piece.strip())
         else:
             found = [f"[{number}]" for number, each in enumerate(sources, 1) if quoted_from(piece.text, each["text"])]
-            how = "Quoted" if extractive and sources else "Free answer"
+            how = "Quoted" if extractive else "Free answer"
             where = f", found in {', '.join(found)}" if found else ""
-            read = "Read:" if sources else "No passage was read."
-            print(f"\n\n{how}{where}. {piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. {read}")
+            print(f"\n\n{how}{where}. {piece.prompt_tokens} prompt tokens, {piece.slots} of them slots. Read:")
     for number, each in enumerate(sources, 1):
         share = " and ".join(["text"] * bool(each["sentences"]) + [f"{each['slots']} slots"] * bool(each["slots"]))
         text = indent(each["text"], "    ")

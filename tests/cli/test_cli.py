@@ -1,6 +1,7 @@
 """The command line: what it prints, and its exit codes."""
 
 import io
+import json
 import os
 import re
 import shlex
@@ -35,8 +36,7 @@ class Run:
 
     def __call__(self, *args: object) -> int:
         self._capsys.readouterr()
-        short = ["--max-tokens", "2"] if args[0] == "ask" and "--max-tokens" not in args else []
-        code = main([*map(str, args), *short])
+        code = main([*map(str, args)])
         self.out, self.err = self._capsys.readouterr()
         return code
 
@@ -151,10 +151,15 @@ def test_what_the_output_cannot_encode_is_a_question_mark(
 
 def test_ask_reads_slots_at_the_ratio(run: Any, store: Path, bundle_folder: Path) -> None:
     tokenizer = Bundle.from_pretrained(bundle_folder, device="cpu").tokenizer
-    for ratio, option in ((4, []), (16, ["--ratio", 16])):
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    for ratio, option, limit in ((4, [], 2), (16, ["--ratio", 16, "--max-tokens", 5], 5)):  # 2 is the bundle's
         assert run("ask", QUESTION, "--index", store, *option) == 0
         report, _, sources = run.out.partition(" of them slots. Read:\n")
-        lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text, _ in passages_shown(sources)]
+        assert limit <= count(report.partition("\n\n")[0]) <= limit + 1  # the space at its beginning is left out
+        lengths = [count(text) for text, _ in passages_shown(sources)]
         assert len(lengths) == 4
         assert report.endswith(f", {sum(-(-length // ratio) for length in lengths)}")
     assert run("ask", QUESTION, "--index", store, "--k", 3, "--token-budget", 12) == 0
@@ -219,11 +224,23 @@ def test_errors_are_one_line_and_code_2(run: Any, store: Path, docs: Path, bundl
         (["ask", QUESTION, "--index", store, "--ratio", 6], "multiple of 4"),
         (["ask", QUESTION, "--index", tmp_path / "elsewhere"], "ctx-compress index DIR --index"),
         (["info", "--index", tmp_path / "elsewhere"], "no store at"),
+        (["backup", "--index", tmp_path / "elsewhere", new], "no store at"),
         (["info", "--index", other], "holds no index"),
         (["train", "demo/nothing"], "no recipe 'demo/nothing'"),
     ):
         assert message in run.fails(*command), command
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_pipe_that_nobody_reads_on_is_no_error(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["info", "--index", str(store)]) == 1
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -373,20 +390,25 @@ def test_options_that_cannot_be_given_together_are_refused_before_a_store_is_ope
 def test_eval_refuses_before_it_answers(
     run: Any, bundle_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Decoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
     one = tmp_path / "one.jsonl"
     write_jsonl(one, world_examples("test", 0, 1, max_turns=1, passages=(1,)))
     two = tmp_path / "two.jsonl"
     write_jsonl(two, world_examples("test", 0, 2, max_turns=1, passages=(1,)))
     evaluate = ["eval", "--bundle", bundle_folder, "--no-extraction", "--output", tmp_path / "out", "--data", two]
-    for given, message in (
-        (["--data", one], "one: 1 questions have an answer"),
-        (["--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
-        (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),
-        (["--data", tmp_path], "in UTF-8"),
-    ):
-        assert message in run.fails(*evaluate, *given), given
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "generate", lambda *_, **__: pytest.fail("a question was answered"))
+        for given, message in (
+            (["--data", one], "one: 1 questions have an answer"),
+            (["--ratios", 4, 5], "ratio 5 cannot be made from slots stored at 4"),
+            (["--data", tmp_path / "missing.jsonl"], "missing.jsonl"),
+            (["--data", tmp_path], "in UTF-8"),
+        ):
+            assert message in run.fails(*evaluate, *given), given
     assert not (tmp_path / "out").exists()
+    assert run(*evaluate, "--ratios", 8, "--codec", "fp16", "--max-tokens", 3, "--extractive", "--batch-size", 1) == 0
+    saved = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert {row["ratio"] for row in saved["scores"]} == {None, 8} and run.out.endswith(f"also in {tmp_path}/out\n")
+    assert (saved["codec"], saved["max_tokens"], saved["extractive"]) == ("fp16", 3, True)
 
 
 @pytest.mark.parametrize("content", ["stage: größer".encode("latin-1"), b"stage: 2026-99-99", b"stage: ["])

@@ -16,11 +16,15 @@ from ctx_compress_rag.store.record import passage_id
 
 
 def save_bundle(bundle: Any, folder: Path, seed: int = 1) -> Path:
-    """Save a tiny bundle, its random weights made so large that answers are more than a repeated end token."""
+    """Save a tiny bundle, its random weights made so large that answers are more than a repeated end token.
+
+    By default they are short.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in bundle.backbone.model.model.layers.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    bundle.config = bundle.config.model_copy(update={"answer_tokens": 2})
     bundle.save_pretrained(folder)
     return folder
 
