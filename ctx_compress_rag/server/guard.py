@@ -259,22 +259,21 @@ class RequestGuard:
 
     async def _read(self, scope: Any, receive: Any, send: Any) -> None:
         """Read the whole body before the app sees any of it; refuse a body that is too long or too slow."""
-        parts: list[bytes] = []
-        length, more = 0, True
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(self.seconds):
-                while more and length <= self.limits.body_bytes:
+                while more:
                     message = await receive()
-                    parts.append(message.get("body", b""))
-                    length, more = length + len(parts[-1]), message.get("more_body", False)
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self.limits.body_bytes:
+                        long = f"the body is longer than {self.limits.body_bytes} bytes: send fewer or shorter texts"
+                        await _refused(413, long)(scope, receive, send)
+                        return
         except TimeoutError:
             await _refused(408, f"the body took more than {self.seconds} s: try again")(scope, receive, send)
             return
-        if length > self.limits.body_bytes:
-            message = f"the body is longer than {self.limits.body_bytes} bytes: send fewer or shorter texts"
-            await _refused(413, message)(scope, receive, send)
-            return
-        messages = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+        messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Any:
             return messages.pop() if messages else await receive()  # the next message is the disconnect

@@ -94,7 +94,7 @@ def test_an_answer_goes_back_as_the_client_has_it(url: str, store: SoftContextSt
         plain = [*messages, {"role": "assistant", "content": turn["content"] or ""}, asked[-1]]
         expected = directly(decoder, plain).text
         for options in ({}, dict.fromkeys(absent), empty):
-            reply = post(url, "chat/completions", {"model": "tiny", "messages": asked, **options})
+            reply = post(url, "chat/completions", {"model": "tiny", "messages": asked, "user": "anna", **options})
             assert reply.status_code == 200, reply.text
             assert reply.json()["choices"][0]["message"]["content"] == expected
 
