@@ -40,8 +40,6 @@ class IcaeFormat(PublishedFormat):
         memory = tensors.pop(_MEMORY, None)
         if memory is None:
             raise BundleError(f"{checkpoint}: {file} lacks {_MEMORY}: it is of another version")
-        if odd := sorted(key for key in tensors if not (key.startswith(_PREFIX) and _INFIX in key)):
-            raise BundleError(f"{checkpoint}: {file} has {len(odd)} unknown tensors, such as {odd[0]}")
         adapter = {
             PEFT_PREFIX + key.removeprefix(_PREFIX).replace(_INFIX, "."): value for key, value in tensors.items()
         }

@@ -240,6 +240,7 @@ def test_a_copied_bundle_needs_nothing_else(name: str, tmp_path: Path) -> None:
     import_published(tmp_path / "here" / name, tmp_path / "bundle", **given, copy=True)
     shutil.rmtree(tmp_path / "here")
     shutil.move(tmp_path / "bundle", tmp_path / "moved")
+    assert not list((tmp_path / "moved").rglob("original*"))
     bundle = Bundle.from_pretrained(tmp_path / "moved", device="cpu", dtype="float32")
     assert bundle.fingerprint in (tmp_path / "moved/README.md").read_text()
     expected = imported(name, tmp_path / "other").compress([TEXTS["short"]])[0]
@@ -251,7 +252,9 @@ def test_a_copied_bundle_needs_nothing_else(name: str, tmp_path: Path) -> None:
 
 
 def shard(folder: Path) -> None:
-    """Split a transformers folder's weights into several files."""
+    """Split a transformers folder's weights into several files, beside a file and a folder of another program."""
+    shutil.copytree(folder, folder / "original")
+    (folder / "original.bin").touch()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size=50_000)
