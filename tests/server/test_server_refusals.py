@@ -27,6 +27,7 @@ from ctx_compress_rag.server.guard import (
     find_api_keys,
 )
 from ctx_compress_rag.server.run import LimitedProtocol, open_server_socket
+from helpers.decoding import wait_for
 from helpers.langchain import TEXTS
 from helpers.serving import ANNA, BERT, WAIT, chat, client, json_format, listening, marker, post
 
@@ -215,6 +216,7 @@ def test_a_long_body_is_refused_before_it_is_read(url: str) -> None:
         assert reply.status_code == 413
         assert "longer than 100000 bytes" in reply.json()["error"]["message"]
     assert sent < 50_000_000
+    wait_for(lambda: 'route="/v1/compress",status="413"} 2.0' in httpx.get(f"{url}/metrics").text)
 
 
 def test_a_deleted_passage_is_said_and_no_path_is_shown(url: str, store: SoftContextStore) -> None:
