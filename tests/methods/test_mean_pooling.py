@@ -345,6 +345,9 @@ def test_what_a_decoder_does_with_masks_is_found_out(
     pooled = MeanPoolingCompressor(backbone, MeanPoolingConfig(encoder=FROZEN))
     one, other = pooled.encode(ids, torch.ones_like(ids), [4])[4].slots[:, 0]
     assert (not torch.allclose(one, other)) == ahead == ("causal" not in caplog.text)
-    tokens = CompressionTokensCompressor(backbone, CompressionTokensConfig(encoder=FROZEN))
+    tokens = CompressionTokensCompressor(backbone, CompressionTokensConfig(attention="causal", encoder=FROZEN))
+    lengths: list[int] = []
+    backbone.model.base_model.register_forward_hook(lambda _, __, out: lengths.append(out[0].shape[1]))
     with nullcontext() if obeys else pytest.raises(ConfigError, match="mean_pooling"):
         tokens.encode(ids, torch.ones_like(ids), [2, 4])
+        assert lengths[-1] == 5 + 3  # ratio 4 takes the first of ratio 2
