@@ -148,8 +148,8 @@ class Adapter:
         shapes, rank = qkv_projections(model), int(config["r"])
         expected = {f"{PEFT_PREFIX}{n}.lora_A.weight": (rank, shape[0]) for n, shape in shapes.items()}
         expected |= {f"{PEFT_PREFIX}{n}.lora_B.weight": (shape[1], rank) for n, shape in shapes.items()}
-        odd = sorted(k for k in tensors.keys() | expected if k not in tensors or tensors[k].shape != expected.get(k))
-        if odd:
+        given = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        if odd := sorted({key for key, _ in given.items() ^ expected.items()}):
             raise BundleError(
                 f"the adapter in {folder} does not fit this decoder's Q/K/V projections: {len(odd)} tensors are "
                 f"missing, unexpected or of another shape, for example {odd[0]}"

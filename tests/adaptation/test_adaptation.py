@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -111,17 +111,21 @@ def test_peft_loads_what_is_saved_to_same_outputs(name: str, scale: float | None
         assert torch.equal(ours, _logits(model, ids[None], adapter)) and config["lora_alpha"] == 8
 
 
+QKV = ["q_proj", "k_proj", "v_proj"]
+
+
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("config", "named"),
     [
-        ({"target_modules": ["q_proj", "v_proj"]}, "k_proj.lora_A.weight"),
-        ({"use_rslora": True}, "use_rslora"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        (LoraConfig(target_modules=["q_proj", "v_proj"]), "k_proj.lora_A.weight"),
+        (LoraConfig(target_modules=[*QKV, "o_proj"]), "o_proj.lora_A.weight"),
+        (LoraConfig(target_modules=QKV, use_rslora=True), "use_rslora"),
+        (LoraConfig(target_modules=QKV, rank_pattern={"q_proj": 2}), "rank_pattern"),
+        (IA3Config(target_modules=QKV, feedforward_modules=[]), "peft_type 'IA3'"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_by_name(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
-    whole = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]} | settings
-    get_peft_model(architectures.model("Llama"), LoraConfig(**whole)).save_pretrained(tmp_path)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(config: Any, named: str, tmp_path: Path) -> None:
+    get_peft_model(architectures.model("Llama"), config).save_pretrained(tmp_path)
     with pytest.raises(BundleError, match=named):
         Adapter.from_pretrained(tmp_path, architectures.model("Llama"))
     with pytest.raises(BundleError, match="not a peft adapter"):
