@@ -9,6 +9,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks.gguf_files.shapes import SHAPES, tiny_config, tiny_model
@@ -28,6 +30,7 @@ SLOW = {"Gemma 2, 46 layers as 27B", "EXAONE 4, windows as 32B", "Llama, scaled 
 SLOW |= {"Arcee", "Qwen 2 MoE", "Qwen 3", "Qwen 3, scaled (yarn)", "Qwen 3.5", "Gemma", "Gemma 2", "Gemma 3"}
 SLOW |= {"Phi 3", "SmolLM3", "Granite", "Granite MoE", "Granite hybrid", "OLMo 2", "LFM2", "GLM 4", "Hunyuan"}
 SLOW |= {"Ernie 4.5", "Seed-OSS", "StarCoder 2"}
+NEWER = ("Qwen 3.5 MoE", "Granite hybrid MoE")
 READ = [
     name
     for name in SHAPES
@@ -52,6 +55,8 @@ def test_the_model_is_the_one_that_was_written(name: str, tmp_path: Path) -> Non
 
     What is added to the model's matrices is added to the file's in its order.
     """
+    if name in NEWER and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("an older transformers names its tensors otherwise, which is refused, or computes it less exactly")
     model = tiny_model(name, 60)
     write_gguf(model, tmp_path / "tiny.gguf")
     read = read_gguf(tmp_path / "tiny.gguf")[1]().eval()
