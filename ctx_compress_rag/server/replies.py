@@ -78,7 +78,8 @@ class OpenAIReply:
 
     def __init__(self, kind: Kind, model: str, sources: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._kind: Kind = kind
-        self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
         self._sources = {} if sources is None else {"sources": sources}
 
     def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
