@@ -83,6 +83,7 @@ def plain_slots(w: dict[str, Tensor], states: list[Tensor], config: ComprexitCon
 @pytest.mark.parametrize(("length", "ratio"), [(37, 4), (16, 8), (3, 4), (21, 16)])
 def test_slots_follow_the_equations(make: Any, method: dict[str, Any], length: int, ratio: int) -> None:
     bundle = make(seed=length, **method)
+    assert not bundle.backbone.adapters and bundle.reader.own is None  # the decoder is frozen
     bundle.backbone.model.double()
     bundle.compressor.double()
     bundle.reader.double()
