@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of torch and NumPy: those of one process 
 gc.disable()  # what imports make stays: looking through it again and again takes a fifth of their time
 
 
-@cache
-def prepare() -> None:
+def pytest_collectstart() -> None:
+    """The process that hands tests to others collects none, and need not import hypothesis."""
     from hypothesis import HealthCheck, settings
 
     settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     settings.load_profile("quick")
-
-
-def pytest_collectstart() -> None:
-    """The process that hands tests to others collects none, and need not import all this."""
-    prepare()
 
 
 def pytest_collection_finish() -> None:
