@@ -46,7 +46,7 @@ class _Cut:
     def __init__(self, given: IndexInput, index: PassageIndex, chunk_tokens: int) -> None:
         self.root = path_text(str(given.path.resolve()))
         roots = index.roots()
-        self.stored = roots.get(self.root, {})
+        self.stored = roots.pop(self.root, {})  # which is no path if its name is not UTF-8
         self.elsewhere = {root: sources for root, sources in roots.items() if not os.path.exists(root)}
         self.ids: set[str] = set()
         self.sources: set[str] = set()  # only those of passages stored before
