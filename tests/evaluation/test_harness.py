@@ -105,12 +105,9 @@ def test_a_prompt_of_two_systems_is_answered_once(tiny_bundle: Any, monkeypatch:
             assert together[key] == answer_with_systems(prompts, QUESTIONS, [key], Sampling(max_tokens=4))[key]
 
 
-def test_the_engine_is_the_one_that_is_asked_for(tiny_bundle: Any) -> None:
+def test_the_engine_is_the_one_asked_for_and_the_ratios_those_trained_for(tiny_bundle: Any) -> None:
     with pytest.raises(ConfigError, match="'nowhere'"):
         evaluate(tiny_bundle, QUESTIONS, (4,), engine="nowhere", sentences=False)
-
-
-def test_by_default_the_ratios_that_the_bundle_was_trained_for(tiny_bundle: Any) -> None:
     scored = evaluate(tiny_bundle, QUESTIONS[:2], sentences=False, max_tokens=1)
     assert [s.ratio for s in scored if s.system == SOFT] == tiny_bundle.config.ratios
 
