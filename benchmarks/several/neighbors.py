@@ -28,7 +28,9 @@ def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: 
     distractors = []
     for example in examples:
         answers = [answer for turn in example.turns for answer in turn.answers]
-        distractors.append(list(islice(neighbors.of(example.passages[0], answers), NEAREST)))
+        [own] = example.passages
+        others = (each for each in neighbors.of(own, answers) if each != own)
+        distractors.append(list(islice(others, NEAREST)))
     made = []
     for number in range(rounds):
         rng = random.Random(number)

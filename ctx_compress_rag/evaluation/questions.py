@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -47,14 +47,15 @@ class NeighborPassages:
         self._places = {passage: place for place, passage in enumerate(self._passages)}
         self._vectors = embed_passages(self._passages)
 
-    def among(self, q: Question, count: int) -> Question:
-        """Return the question with neighbors, up to `count` passages in all, always in one random order.
-
-        They are the set's passages nearest to its first one (which is in the set) that mention none of its answers.
-        """
-        order = np.argsort(-(self._vectors @ self._vectors[self._places[q.passages[0]]]), kind="stable")
+    def of(self, passage: str, answers: Sequence[str]) -> Iterator[str]:
+        """Yield the set's passages that mention none of the answers, nearest to `passage` (in the set) first."""
+        order = np.argsort(-(self._vectors @ self._vectors[self._places[passage]]), kind="stable")
         near = (self._passages[place] for place in order)
-        others = (other for other in near if other not in q.passages and not mentions_answer(other, q.answers))
+        return (each for each in near if not mentions_answer(each, answers))
+
+    def among(self, q: Question, count: int) -> Question:
+        """Return the question with neighbors of its first passage, up to `count` in all, always in one random order."""
+        others = (other for other in self.of(q.passages[0], q.answers) if other not in q.passages)
         added = [other for other, _ in zip(others, range(count - len(q.passages)), strict=False)]
         if not added:
             return q
