@@ -29,8 +29,8 @@ def among_neighbors(examples: Sequence[Example], counts: Sequence[int], rounds: 
     for example in examples:
         answers = [answer for turn in example.turns for answer in turn.answers]
         [own] = example.passages
-        others = (each for each in neighbors.of(own, answers) if each != own)
-        distractors.append(list(islice(others, NEAREST)))
+        near = (each for each in neighbors.of(own, answers) if each != own)
+        distractors.append(list(islice(near, NEAREST)))
     made = []
     for number in range(rounds):
         rng = random.Random(number)
