@@ -32,8 +32,7 @@ def drop_cut_indexes(folder: Path) -> None:
     """
     for path in folder.glob("*/index_metadata.pickle"):
         try:
-            with path.open("rb") as file:
-                deque(pickletools.genops(file), maxlen=0)  # reads all, and executes nothing
+            deque(pickletools.genops(path.read_bytes()), maxlen=0)  # reads all, and executes nothing
         except ValueError:
             logger.warning("deleted %s, which a killed process had begun to write: searches may miss records", path)
             path.unlink()
