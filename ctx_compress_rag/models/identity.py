@@ -6,6 +6,7 @@ defaults, and a store would then refuse its own bundle.
 
 import hashlib
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,6 +46,11 @@ def model_folder_digest(folder: Path) -> str:
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     files = [f"{path.name} {file_sha256(path)}" for path in weights]
     return hashlib.sha256(" ".join([decoder_files_digest(folder), *files]).encode()).hexdigest()
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of names and contents of files, in their order: 64 hex digits."""
+    return hashlib.sha256(" ".join(f"{file.name} {file_sha256(file)}" for file in files).encode()).hexdigest()
 
 
 def decoder_digest_in_memory(model: Any, tokenizer: Any) -> str:

@@ -1,6 +1,5 @@
 """Find, read and validate recipes, and run them, for `ctx-compress train`; only the same recipe resumes a training."""
 
-import hashlib
 import logging
 import shutil
 import time
@@ -16,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from ctx_compress_rag.bundle.files import REPORT_FILE, read_bundle_report
 from ctx_compress_rag.errors import ConfigError, TimeUpError
-from ctx_compress_rag.models.identity import file_sha256
+from ctx_compress_rag.models.identity import file_sha256, files_digest
 from ctx_compress_rag.strict import any_of, faults_raised_as
 from ctx_compress_rag.training.config import BaseRecipe
 from ctx_compress_rag.training.engine.loop import train_job, training_processes
@@ -220,8 +219,7 @@ def _file_digests(recipe: BaseRecipe) -> dict[str, str]:
 
 def folder_weights_digest(folder: Path) -> str:
     """Return the SHA-256 (hex) of names and contents of a folder's safetensors files; without any, its subfolders'."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors"))  # a bundle's
-    return hashlib.sha256(" ".join(f"{file.name} {file_sha256(file)}" for file in files).encode()).hexdigest()
+    return files_digest(sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*/*.safetensors")))  # a bundle's
 
 
 def _changed_files(recipe: BaseRecipe, before: Mapping[str, str]) -> list[str]:

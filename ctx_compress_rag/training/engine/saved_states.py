@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ctx_compress_rag.errors import ConfigError
-from ctx_compress_rag.models.identity import file_sha256
+from ctx_compress_rag.models.identity import files_digest
 from ctx_compress_rag.training.engine.optimizers import trained_parameters
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 _WEIGHTS_FILE = "trained.safetensors"
 _PROGRESS_FILE = "progress.json"
-_FILES_KEY = "files_sha256"
+_DIGEST_KEY = "digest"
 _KEPT = 2
 
 
@@ -66,7 +66,7 @@ def save_training_state(accelerator: Accelerator, output: Path, progress: dict[s
         accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        write_json(folder / _PROGRESS_FILE, progress | {_FILES_KEY: _hashes(folder)})  # now it is complete
+        write_json(folder / _PROGRESS_FILE, progress | {_DIGEST_KEY: _digest(folder)})  # now it is complete
         for old in complete_checkpoints(output)[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -80,15 +80,14 @@ def load_training_state(accelerator: Accelerator, checkpoint: Path) -> dict[str,
         progress = dict(json.loads((checkpoint / _PROGRESS_FILE).read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         progress = {}
-    if progress.get(_FILES_KEY) != _hashes(checkpoint):
+    if progress.get(_DIGEST_KEY) != _digest(checkpoint):
         raise ConfigError(f"{checkpoint} is damaged: delete it, and the training resumes at the checkpoint before it")
     accelerator.load_state(str(checkpoint))
     return progress
 
 
-def _hashes(checkpoint: Path) -> dict[str, str]:
-    files = [file for file in checkpoint.iterdir() if file.name != _PROGRESS_FILE]
-    return {file.name: file_sha256(file) for file in sorted(files)}
+def _digest(checkpoint: Path) -> str:
+    return files_digest(sorted(file for file in checkpoint.iterdir() if file.name != _PROGRESS_FILE))
 
 
 def last_checkpoint(accelerator: Accelerator, output: Path, steps: int) -> Path | None:
