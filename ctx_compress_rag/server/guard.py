@@ -259,19 +259,19 @@ class RequestGuard:
 
     async def _read(self, scope: Any, receive: Any, send: Any) -> None:
         """Read the whole body before the app sees any of it; refuse a body that is too long or too slow."""
-        body, more = bytearray(), True
+        body, more, long = bytearray(), True, False
         try:
             async with asyncio.timeout(self.seconds):
-                while more:
+                while more and not long:
                     message = await receive()
                     body += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if len(body) > self.limits.body_bytes:
-                        long = f"the body is longer than {self.limits.body_bytes} bytes: send fewer or shorter texts"
-                        await _refused(413, long)(scope, receive, send)
-                        return
+                    more, long = message.get("more_body", False), len(body) > self.limits.body_bytes
         except TimeoutError:
             await _refused(408, f"the body took more than {self.seconds} s: try again")(scope, receive, send)
+            return
+        if long:
+            message = f"the body is longer than {self.limits.body_bytes} bytes: send fewer or shorter texts"
+            await _refused(413, message)(scope, receive, send)
             return
         messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
