@@ -59,7 +59,10 @@ def read_document(path: Path) -> dict[str, Any]:
                 # A slide's text has a vertical tab where a line is broken.
                 text = getattr(converters, f"{kind}Converter")().convert(file, about).markdown.replace("\v", " ")
                 if kind == "Pdf":
-                    text = "\n".join([text, *_filled_in(file)])
+                    try:
+                        text = "\n".join([text, *_filled_in(file)])
+                    except Exception:  # the form is damaged: the page's text is not
+                        lacks = ["what was filled in its form"]
     except OSError as error:
         return {"error": f"it cannot be read ({error.strerror})"}
     except MemoryError:

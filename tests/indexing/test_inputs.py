@@ -250,16 +250,18 @@ def test_what_documents_are_read_without_is_said(tmp_path: Path, caplog: pytest.
     shape = f'<w:p><w:r><w:pict><v:shape xmlns:v="urn:schemas-microsoft-com:vml">{box}</v:shape></w:pict></w:r></w:p>'
     drawn = f"<w:p><w:r><w:drawing><x>{box}</x></w:drawing></w:r></w:p>"
     write_docx(tmp_path / "all.docx", text.format("Seen."), header1="<w:t>Page</w:t>", comments="<w:t>No.</w:t>")
+    write_pdf(tmp_path / "form.pdf", SAID.format("(Seen.)").encode(), form="/Fields [9 0 R]")
     write_docx(tmp_path / "box.docx", text.format("Seen.") + drawn)
     write_docx(tmp_path / "read.docx", text.format("Seen.") + shape, header1="<w:p/>")
     given = open_index_input(tmp_path)
     found = [text.text for text in given.texts() if text.text.strip()]
-    assert found == ["Seen.", "Seen.", "Seen.\n\nIn a box."]
+    assert found == ["Seen.", "Seen.", "Seen.\n\n\x0c", "Seen.\n\nIn a box."]
     assert given.skipped().splitlines() == [
         "skipped: 1 .docx, 3 .pdf",
         "read without page headers and footers: all.docx",
         "read without comments: all.docx",
         "read without text boxes: box.docx",
+        "read without what was filled in its form: form.pdf",
     ]
     said = {record.args[0].rpartition("/")[2]: record.getMessage() for record in caplog.records}
     assert "password" in said["locked.pdf"] and "password" in said["locked.docx"]
