@@ -349,6 +349,7 @@ def test_a_package_that_is_missing_is_named_before_the_work(
         (["index", "docs", "--collection", "docs"], "--collection NAME"),
         (["index"], "--collection NAME"),
         (["index", "docs", "--codec", "int3"], "int3"),
+        (["eval", "--data", "nowhere.jsonl", "--codec", "int3"], "int3"),
         (["ask", "x", "--weights", "Q8_0"], "weights"),
         (["eval", "--data", "nowhere.jsonl", "--weights", "Q8_0"], "weights"),
         (["serve", "--weights", "Q8_0"], "weights"),
